@@ -1,4 +1,4 @@
-"""Areas of the package whose coverage counts: how much of each was reached, and the least that is accepted."""
+"""Coverage of the package by area: the percentage reached in each, and the required minimum."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from suite import Tests
 __all__ = ["COVERAGE_OF", "measure", "reached", "thresholds_in"]
 
 COVERAGE = [sys.executable, "-m", "coverage"]
-#: A problem that begins so has been shown with a report.
+#: Prefix of a problem for which a coverage report was already shown.
 COVERAGE_OF = "coverage of "
 
 
 def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
     """Combine the coverage of the unit tests and of this backend's tests, and compare it with the thresholds.
 
-    Where too little was reached, a report goes to the log and the terminal, and one for browsers to
-    ``build/gate/<backend>/html``. Each of them takes half a minute, which a run that reached enough is spared.
+    If too little was reached, a report goes to the log and the terminal, and an HTML report to
+    ``build/gate/<backend>/html``. Each report takes half a minute, so a run that reached enough makes none.
     """
     root = tests.root
     thresholds = thresholds_in(config)
@@ -58,7 +58,7 @@ def measure(tests: Tests, row: Row, config: Path, part: Part) -> None:
 
 
 def thresholds_in(config: Path) -> dict[str, float]:
-    """Areas and the least percentages that a file asks for; none when it leaves out the backend's own code."""
+    """Return area -> minimum percentage from a file; empty if the file leaves out the backend's own code."""
     settings = configparser.ConfigParser()
     settings.read(config)
     areas = {path: float(least) for path, least in settings["areas"].items()} if "areas" in settings else {}
@@ -67,8 +67,8 @@ def thresholds_in(config: Path) -> dict[str, float]:
 
 
 def reached(files: dict, path: str) -> float:
-    """Percentage of the lines and branches that ran, of the file ``path``, or below the folder. It may also be a
-    pattern of files such as ``folder/*.py``. The result is 0 when nothing there was measured."""
+    """Return the percentage of lines and branches that ran in the file or folder ``path``. It may also be a pattern of
+    files such as ``folder/*.py``. The result is 0 if nothing there was measured."""
 
     def within(name: str) -> bool:
         return name == path or name.startswith(path + "/") or ("*" in path and PurePosixPath(name).match(path))

@@ -1,4 +1,4 @@
-"""The tests that `make test FILES=` chooses, and the parts of the gate in which they run.
+"""The tests that `make test FILES=` selects, and the parts of the gate in which they run.
 
 An entry is a file of tests, a folder of them, or a test in pytest's own form, ``file::test``.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["checked", "left_out", "within"]
 
-#: Asks the tests' own configuration which files of tests the backend under test does not run.
+#: Python code that prints which files of tests the backend under test does not run, from the tests' configuration.
 QUESTION = "import tests.conftest\nprint(*tests.conftest.left_out(), sep='\\n')"
 
 
@@ -22,12 +22,12 @@ def checked(root: Path, entries: Iterable[str], parts: Mapping[str, list[str]], 
 
     Args:
         root: the project.
-        entries: as they were written.
-        parts: every part there is -> the folders and files that it can run.
-        asked: those of the parts that shall run.
+        entries: entries as the user wrote them.
+        parts: every part -> the folders and files that it can run.
+        asked: parts that are to run.
 
     Raises:
-        ValueError: where an entry is no file, or no part that shall run has it; it names the remedy.
+        ValueError: for an entry that does not exist, or that no part in ``asked`` can run. The message has the remedy.
     """
     found, asked = [], list(asked)
     for entry in entries:
@@ -51,21 +51,21 @@ def checked(root: Path, entries: Iterable[str], parts: Mapping[str, list[str]], 
 
 
 def within(entries: Iterable[str], places: Iterable[str]) -> list[str]:
-    """Select the ``entries`` that are one of the folders and files ``places``, or below one."""
+    """Return the ``entries`` that are one of the folders and files ``places``, or are below one of them."""
     places = list(places)
     return [entry for entry in entries if any(Path(entry.partition("::")[0]).is_relative_to(place) for place in places)]
 
 
 def left_out(root: Path, command: list[str], environment: Mapping[str, str]) -> set[str]:
-    """Return the files of tests that the backend of ``environment`` does not run, of whichever folder.
+    """Return the files of tests that the backend of ``environment`` does not run, from all folders.
 
     Args:
         root: the project.
-        command: starts Python for this backend.
-        environment: with ``HYPER_PARALLEL_PLATFORM``.
+        command: command that starts Python for this backend.
+        environment: environment variables, with ``HYPER_PARALLEL_PLATFORM``.
 
     Raises:
-        RuntimeError: where the configuration of the tests cannot be read.
+        RuntimeError: if the configuration of the tests cannot be read.
     """
     if not (root / "tests" / "conftest.py").exists():
         return set()

@@ -1,4 +1,4 @@
-"""Devices of the backends: the real one, or its stand-in here, and the folders of tests for either."""
+"""Devices of the backends: the real device or its stand-in, and the folders of tests for each."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from reporter import Part
 
 __all__ = ["DEVICES", "device_of", "folders_of", "is_faked", "launcher", "places_of", "why_not"]
 
-#: backend -> (module that simulates its device, variable that is set where the real one is)
+#: backend -> (module that simulates its device, environment variable that is set where the real device is)
 SIMULATORS = {"torch-npu": ("tests.simulated_npu", "ASCEND_HOME_PATH")}
-#: backend -> (folder of the tests on a fake device, program that exits with 0 where the real one can be used)
+#: backend -> (folder of the tests on a fake device, program that exits with 0 if the real device can be used)
 FAKES = {
     "torch-cuda": (
         "fake_cuda",
@@ -21,19 +21,19 @@ FAKES = {
         "raise SystemExit(platform.unavailable_reason())",
     )
 }
-#: backend -> the table's name for its device: the real one, and its stand-in
+#: backend -> (name of the real device, name of its stand-in), as in the table
 DEVICES = {"torch-cuda": ("GPU", "fake GPU"), "torch-npu": ("NPU", "simulated NPU")}
 
 
 def launcher(backend: str, python: str) -> list[str]:
-    """The command that starts Python for the tests of ``backend``: within a simulator where the device needs one."""
+    """Return the command that starts Python for the tests of ``backend``, in a simulator if the device is simulated."""
     module, real = SIMULATORS.get(backend, ("", ""))
     simulated = module and not os.environ.get(real)
     return [python, "-m", module, "run", python] if simulated else [python]
 
 
 def why_not(root: Path, backend: str, python: str) -> str:
-    """Why the tests of ``backend`` cannot run here, or nothing."""
+    """Return why the tests of ``backend`` cannot run here, or an empty string."""
     if shutil.which(python) is None:
         return f"its environment could not be made: there is no {python}"
     command = launcher(backend, python)
@@ -45,7 +45,7 @@ def why_not(root: Path, backend: str, python: str) -> str:
 
 
 def is_faked(root: Path, backend: str, python: str, part: Part) -> bool:
-    """Return whether the tests of ``backend`` have to do with a fake device here."""
+    """Return whether the tests of ``backend`` run on a fake device here."""
     if backend not in FAKES:
         return False
     question = subprocess.run([python, "-c", FAKES[backend][1]], cwd=root, check=False, capture_output=True, text=True)
@@ -56,20 +56,20 @@ def is_faked(root: Path, backend: str, python: str, part: Part) -> bool:
 
 
 def device_of(backend: str, command: list[str], faked: bool) -> str:
-    """The table's name for the device on which the tests of ``backend`` run."""
-    if backend == "mindspore":  # MindSpore takes the Ascend wherever CANN is set up
+    """Return the table's name for the device on which the tests of ``backend`` run."""
+    if backend == "mindspore":  # MindSpore uses the Ascend device wherever CANN is set up
         return "NPU" if os.environ.get("ASCEND_HOME_PATH") else "CPU"
     real, stand_in = DEVICES.get(backend, ("CPU", "CPU"))
     return stand_in if faked or len(command) > 1 else real
 
 
 def folders_of(root: Path, backend: str, faked: bool) -> list[str]:
-    """The test folders that speak about ``backend``: for torch-npu conformance/, torch/ and npu/."""
+    """Return the test folders for ``backend``: for torch-npu conformance/, torch/ and npu/."""
     names = [FAKES[backend][0]] if faked else ["conformance", *backend.split("-")]
     return [f"tests/{name}" for name in names if (root / "tests" / name).is_dir()]
 
 
 def places_of(root: Path, backend: str) -> list[str]:
-    """Return all folders of tests that speak about ``backend``, whether its device is real or not."""
+    """Return all test folders for ``backend``, for the real device and for a fake one."""
     faked = folders_of(root, backend, True) if backend in FAKES else []
     return [*folders_of(root, backend, False), *faked]

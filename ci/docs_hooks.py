@@ -1,8 +1,7 @@
-"""Hooks of mkdocs: files outside of `docs/` become pages too, and links lead to their places on the site.
+"""Hooks of mkdocs: files outside of `docs/` become pages too, and links are changed to point to pages of the site.
 
-Links in the repository are relative to the file that has them. So they work wherever it is looked at. A link to a file
-that is no page of the site is left out there, and its text stays. The search puts pages for users before engineering
-notes.
+Links in the repository are relative to their file, so they also work in a viewer of the repository. On the site, a link
+to a file that is not a page becomes plain text. The search ranks pages for users above engineering notes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # mkdocs takes it back after loading the hooks
+sys.path.insert(0, str(ROOT))  # mkdocs removes it again after loading the hooks
 
 from ci.error_table import table  # noqa: E402
 
@@ -29,14 +28,14 @@ PAGES = {
     "examples/numpy_backend/README.md": "examples/numpy_backend.md",
     "examples/train_llama/README.md": "examples/train_llama.md",
 }
-#: Stands in docs/errors.md where the table of all texts goes.
+#: Placeholder in docs/errors.md for the table of all error texts.
 ERRORS = "<!-- the table of all error texts goes here -->"
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages of `PAGES`."""
-    from mkdocs.structure.files import File  # the tests of `relinked` do without
+    from mkdocs.structure.files import File  # imported here, because the tests of `relinked` run without mkdocs
 
     for source, page in PAGES.items():
         content = (ROOT / source).read_text(encoding="utf-8")
@@ -45,7 +44,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead links to pages of the site, and fill in the table of errors."""
+    """Change links to point to pages of the site, and fill in the table of errors."""
     if any(above.title == "Engineering notes" for above in page.ancestors):
         page.meta.setdefault("search", {"boost": 0.3})
     if ERRORS in markdown:
@@ -54,10 +53,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def relinked(markdown: str, page: str) -> str:
-    """The text of a page of the site, with links that hold there. Code is left alone."""
+    """Return the text of a page with links that work on the site. Code is not changed."""
     source = next((path for path, name in PAGES.items() if name == page), f"docs/{page}")
     parts = re.split(r"(```.*?```|`[^`\n]*`)", markdown, flags=re.DOTALL)
-    # Code in the text of a link must not be split off: join a piece with an open bracket.
+    # Code in the text of a link must stay in one piece with the link, so code is replaced by placeholders.
     whole, code = "", []
     for i, part in enumerate(parts):
         if i % 2:
@@ -78,7 +77,7 @@ def _link(found: re.Match, source: str, page: str) -> str:
     name = PAGES.get(there, there.removeprefix("docs/") if there.startswith("docs/") else None)
     if name is None:
         if not (ROOT / there).exists():
-            return found[0]  # mkdocs says that it is not there
+            return found[0]  # mkdocs reports the missing file
         return text
     link = posixpath.relpath(name, posixpath.dirname(page) or ".")
     return f"{image}[{text}]({link}{'#' + anchor if anchor else ''})"

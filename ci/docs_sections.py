@@ -1,4 +1,4 @@
-"""Docstrings for the reference: an extension of griffe, which parses them for mkdocstrings."""
+"""Extension of griffe, which parses docstrings for mkdocstrings, for the reference."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import griffe
 
 
 class Sections(griffe.Extension):
-    """``Example:``, which Google's style has, becomes the section ``Examples:``, which griffe shows as code."""
+    """Change of the section ``Example:`` of Google's style to ``Examples:``, which griffe shows as code."""
 
     def on_instance(self, *, obj: Any, **_: Any) -> None:
-        """Called with each module, class, function and attribute, when it has been parsed."""
+        """Change the docstring of a module, class, function or attribute that was just parsed."""
         if obj.docstring is not None:
             obj.docstring.value = re.sub(r"^( *)Example:$", r"\1Examples:", obj.docstring.value, flags=re.MULTILINE)

@@ -1,8 +1,8 @@
-"""The texts of all errors that the library raises, from its source: the table at the end of the page on errors.
+"""Table of all error texts in the library's source, for the end of the page on errors.
 
     python -m ci.error_table
 
-Parts of a text that vary stand as an ellipsis.
+An ellipsis stands for the variable parts of a text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hyper_parallel"
-#: Folders whose errors users see, and the table's name for each. The kit for tests is left out.
+#: Folders whose errors users see -> the table's name for the folder. The tools for tests are left out.
 AREAS = {
     "cli": "Command line",
     "planning": "Explain, dry run, search",
@@ -31,13 +31,13 @@ AREAS = {
     "debug": "Looking at it",
     "": "The package",
 }
-#: Raised for Python's own protocols, or to leave a loop or a parser.
+#: Errors of Python's own protocols, and errors that only leave a loop or a parser.
 _SILENT = {"AssertionError", "NotImplementedError"}
 
 
 @dataclass(frozen=True)
 class ErrorText:
-    """One ``raise``: the exception's name, its text with ellipses, where it is."""
+    """An error text: the exception's name, the text with ellipses, and the file."""
 
     kind: str
     text: str
@@ -46,8 +46,8 @@ class ErrorText:
 
 @cache
 def texts() -> list[ErrorText]:
-    """List every error that is made with a text, in the order of the files. The text may be raised there, or handed to
-    a function that raises it."""
+    """Return every error that is created with a text, in the order of the files. The error may be raised there, or
+    passed to a function that raises it."""
     found: dict[tuple[str, str], ErrorText] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         name = path.relative_to(PACKAGE).as_posix()
@@ -60,10 +60,10 @@ def texts() -> list[ErrorText]:
 
 
 def _errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(name of the class, text) of the calls that make errors; a text may have a name first."""
+    """Yield (class name, text) of the calls that create errors. The text may be in a variable assigned before."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     seen: set[ast.Call] = set()
-    # Outer functions stand before those in them: reversed, a call belongs to the innermost.
+    # `ast.walk` yields outer functions before inner ones. In reverse, a call belongs to its innermost function.
     for function in (*reversed(functions), tree):
         named = {
             target.id: node.value
@@ -83,7 +83,7 @@ def _errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
 
 
 def text_of(node: ast.expr) -> str:
-    """The text that an expression makes, with an ellipsis for each part that is known only at run time."""
+    """Return the text of an expression, with an ellipsis for each part that is known only at run time."""
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
@@ -94,12 +94,12 @@ def text_of(node: ast.expr) -> str:
 
 
 def area_of(path: str) -> str:
-    """The first folder of `AREAS` that has the file; deeper ones stand before those around them."""
+    """Return the first folder of `AREAS` that contains the file; inner folders come before outer ones."""
     return next(folder for folder in AREAS if not folder or path.startswith(f"{folder}/"))
 
 
 def table() -> str:
-    """Markdown: a section for each area."""
+    """Return the table in Markdown, with a section for each area."""
     sections: dict[str, list[ErrorText]] = {folder: [] for folder in AREAS}
     for error in texts():
         sections[area_of(error.path)].append(error)

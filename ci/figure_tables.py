@@ -1,5 +1,6 @@
-"""Sections of the documentation that are made of committed results: of the fuzzing and mutant runs, and of the
-benchmarks. ``python -m ci.figures --write`` writes them; a unit test fails where a page has something else.
+"""Sections of the documentation that are generated from committed results of fuzzing, mutants and benchmarks.
+
+``python -m ci.figures --write`` writes them. A unit test fails if a page has another text.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["SECTIONS", "renewed"]
 
 BENCHMARKS = "benchmarks/results/x86_64-2-cores.json"
 WIDTH = 120
-#: As docs/fuzzing.md explains them, those that are bad at the end.
+#: Outcomes in the order of docs/fuzzing.md; the bad ones come last.
 OUTCOMES = ("right", "refused", "plain refused", "accepted", "unsteady", "wrong", "differs", "hanging")
 
 
@@ -28,14 +29,14 @@ def _read(root: Path, name: str) -> Any:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]], right: Sequence[int] = ()) -> str:
-    """A table in Markdown, the columns of these positions to the right."""
+    """Return a table in Markdown; the columns with indices in ``right`` are right-aligned."""
     rules = ["---:" if i in right else "---" for i in range(len(columns))]
     lines = ["| " + " | ".join(map(str, row)) + " |" for row in (columns, *rows)]
     return "\n".join([lines[0], "|" + "|".join(rules) + "|", *lines[1:]])
 
 
 def _filled(text: str) -> str:
-    """``text`` in the lines of a page."""
+    """Return ``text`` wrapped to the width of a page."""
     return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
@@ -44,7 +45,7 @@ def _stamp(entry: dict[str, Any]) -> str:
 
 
 def fuzz(root: Path) -> str:
-    """The outcomes of the last random programs, and the runs that they are of."""
+    """Return a table of the outcomes of the last random programs, with their runs."""
     rows = [
         [
             f"`{backend}`",
@@ -58,11 +59,11 @@ def fuzz(root: Path) -> str:
 
 
 def mutants(root: Path) -> str:
-    """The last run of mutants, and the tables of those that no test notices and that nightly tests alone notice."""
+    """Return the results of the last run of mutants, with tables of survivors and of nightly-only ones."""
     found = _read(root, "ci/last_mutants.json")
     survivors, verdicts = found["survivors"], found["verdicts"]
     noticed = sum(verdicts.get(name, 0) for name in ("failed", "hung", "broken"))
-    # Runs of before there were nightly tests say nothing of them.
+    # Runs from before the nightly run existed have no such entries.
     late, untried = found.get("at night alone", []), found.get("not tried at night", 0)
     same = sum(survivor["why"].startswith("equivalent") for survivor in survivors)
     first = (
@@ -79,18 +80,18 @@ def mutants(root: Path) -> str:
 
 
 def _where(mutant: dict[str, Any]) -> list[str]:
-    """The cells that say which file a mutant changes, and how."""
+    """Return the cells that name the file that a mutant changes, and the change."""
     change = f"`{_code(mutant['change'])}` in `{_code(mutant['text'])}`"
     return [f"`{mutant['where'].removeprefix('hyper_parallel/')}`", change]
 
 
 def _code(text: str) -> str:
-    """``text`` for a cell of a table."""
+    """Return ``text`` escaped for a cell of a table."""
     return text.replace("|", "\\|")
 
 
 class _Benchmarks:
-    """The last run of the benchmarks."""
+    """Results of the last run of the benchmarks."""
 
     def __init__(self, root: Path) -> None:
         record = _read(root, BENCHMARKS)
@@ -100,7 +101,7 @@ class _Benchmarks:
         self.cases = {result["case"]: result for result in record["results"]}
 
     def ratios(self, case: str, version: str, titled: Callable[[str], bool] = lambda title: True) -> str:
-        """The least and the greatest median of the ratios to tuned code, in the tables with such titles."""
+        """Return the range of the median ratios to tuned code, in the tables whose title passes ``titled``."""
         medians = [
             row[table["columns"].index("ratio to tuned")]["median"]
             for table in self.cases[case]["tables"]
@@ -116,7 +117,7 @@ def _with_gradients(title: str) -> bool:
 
 
 def speed(root: Path) -> str:
-    """A sentence for the README: times of the host against those of hand-written code."""
+    """Return a paragraph for the README: the host's times relative to tuned hand-written code."""
     run, ours, theirs = _Benchmarks(root), "hyper_parallel", "torch.distributed.tensor"
     plain = [
         run.ratios("mlp", ours, _with_gradients),
@@ -134,7 +135,7 @@ def speed(root: Path) -> str:
 
 
 def home(root: Path) -> str:
-    """A paragraph for the home page: a Llama block against hand-written code and torch's styles."""
+    """Return a paragraph for the home page: a Llama block relative to hand-written code, with torch's styles."""
     run = _Benchmarks(root)
     ours, theirs = (
         run.ratios("llama", version, lambda title: _with_gradients(title) and "sequence" not in title)
@@ -148,7 +149,7 @@ def home(root: Path) -> str:
 
 
 def aims(root: Path) -> str:
-    """The goals of the small models and their results; and the ratios at real sizes."""
+    """Return the goals and results of the small models, and the ratios at real sizes."""
     run = _Benchmarks(root)
     cells: dict[str, dict[str, list[dict[str, Any]]]] = {}
     for goal in (goal for case in ("mlp", "llama") for goal in run.cases[case]["goals"]):
@@ -174,12 +175,12 @@ def aims(root: Path) -> str:
 
 
 def _cells(goals: list[dict[str, Any]]) -> tuple[str, str]:
-    """(results, goals), the latter once where they are the same."""
+    """Return the cells with results and with goals; equal goals appear once."""
     reached = (f"**{g['value']:.2f}**" if g["value"] > g["limit"] else f"{g['value']:.2f}" for g in goals)
     return ", ".join(reached), ", ".join(dict.fromkeys(f"{goal['limit']:.2f}" for goal in goals))
 
 
-#: name -> (page, function that makes its section).
+#: Name of a section -> (page, function that returns the section).
 SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
     "speed": ("README.md", speed),
     "home": ("docs/index.md", home),
@@ -190,7 +191,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Path], str]]] = {
 
 
 def renewed(root: Path) -> dict[Path, str]:
-    """The pages below ``root`` with outdated sections, and their right text."""
+    """Return the pages below ``root`` with outdated sections -> their new text."""
     pages: dict[Path, str] = {}
     for name, (page, make) in SECTIONS.items():
         path = root / page

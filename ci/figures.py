@@ -1,15 +1,14 @@
-"""List the measured figures of the documentation with the commit of each, and how many commits ago that was.
+"""List the measured figures of the documentation with the commit of each, and the number of commits since then.
 
     python -m ci.figures [--older 200] [--strict]
-    python -m ci.figures --write    # the sections that are made of results in ci/ and benchmarks/, see figure_tables.py
+    python -m ci.figures --write    # the sections that are generated from results in ci/ and benchmarks/
 
-A stamp, such as ``2026-11-26 (`b2500a27`)``, holds the date and the commit at which a figure was measured, or with
-which it was entered where nothing says more. It covers its paragraph, and the tables, lists and code that follow
-directly. One in a comment, ``<!-- 2026-11-26, `b2500a27` -->``, covers all that follows up to the next heading.
+A stamp, such as ``2026-11-26 (`b2500a27`)``, holds the date and the commit of a measurement, or of the figure's entry
+where nothing else is known. It covers its paragraph, and the tables, lists and code that follow directly. A stamp in a
+comment, ``<!-- 2026-11-26, `b2500a27` -->``, covers all text up to the next heading.
 
-Marked are figures that are older than 200 commits, and commits that git does not know. Paragraphs that read as if they
-had a measured figure, and have no stamp, are listed below. With ``--strict`` the exit status is 1 where there is any of
-the three.
+Figures older than 200 commits, and commits that git does not know, are marked. Paragraphs that seem to have a measured
+figure but no stamp are listed below. With ``--strict`` the exit status is 1 if there is any of these three.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from ci import figure_tables
 __all__ = ["Figure", "age", "pages", "stamps", "unstamped"]
 
 ROOT = Path(__file__).resolve().parent.parent
-#: Where pages are, besides the root.
+#: Folders with pages, in addition to the root.
 FOLDERS = ("benchmarks", "ci", "docs", "examples", "platform")
-#: Pages that do not document the present state, or have the stamp of a whole run in them.
+#: Pages that do not document the present state, or that have a stamp for a whole run.
 LEFT_OUT = ("CHANGELOG.md", "benchmarks/results/")
 STAMP = re.compile(r"(?P<date>\d{4}-\d{2}-\d{2}),?\s\(?`(?P<commit>[0-9a-f]{7,40})(?:\+changes)?`")
 COMMENT = re.compile(rf"<!--\s*{STAMP.pattern}\s*-->")
-#: Units of measured numbers; and those of settings as well, with a word which says that the number is measured.
+#: Units of measured numbers; units that settings have too; and words that mark a number with such a unit as measured.
 UNIT = re.compile(r"\d (?:ms|us|µs|GiB/s|(?:micro|milli)seconds)\b")
 OTHER_UNIT = re.compile(r"\d (?:s|GB|seconds|minutes|hours)\b")
 WORD = re.compile(r"\b(?:takes?|took|costs?|measured|medians?)\b", re.IGNORECASE)
-#: A ratio of times; a row of a table with two numbers; a date, which says that something was found then.
+#: A ratio of times; a table row with two numbers; a date, which tells when something was found.
 RATIO = re.compile(r"\d\.\d+ (?:\([^)]*\) )?(?:times|of the time|of its time|of torch's time)\b")
 ROW = re.compile(r"^\|(?:.*\| ?\**\d+\.\d\d?\b(?!\.)){2}", re.MULTILINE)
 DATED = re.compile(r"(?<![\w#-])20\d\d-\d\d-\d\d\b")
-#: (page, words) that look like a measured figure and are none -> their kind.
+#: (page, words) of numbers that look measured and are not -> their kind.
 NO_FIGURE: dict[tuple[str, str], str] = {
     ("benchmarks/README.md", "a turn is about 10 ms"): "a setting of the benchmarks",
     ("docs/faults.md", "30 minutes"): "a time-out of torch's",
@@ -50,7 +49,7 @@ NO_FIGURE: dict[tuple[str, str], str] = {
     ("docs/mindspore.md", "after 30 s"): "a time-out of MindSpore's",
     ("docs/mindspore.md", "below 30 s"): "a time-out of msrun's",
 }
-#: Text that a program makes and a test checks, and code.
+#: Code, and text that a program generates and a test checks.
 MADE = re.compile(r"<!-- (?:made by|begin).*?<!-- end.*?-->|^```.*?^```", re.DOTALL | re.MULTILINE)
 
 
@@ -60,7 +59,7 @@ class Figure:
 
     Attributes:
         place: ``file:line``.
-        commit, date: as the stamp has them.
+        commit, date: commit and date in the stamp.
     """
 
     place: str
@@ -69,13 +68,13 @@ class Figure:
 
 
 def pages(root: Path) -> list[Path]:
-    """The pages in Markdown below ``root`` whose figures count."""
+    """Return the Markdown pages below ``root`` whose figures are checked."""
     found = [*root.glob("*.md"), *(page for folder in FOLDERS for page in (root / folder).rglob("*.md"))]
     return sorted(page for page in found if not page.relative_to(root).as_posix().startswith(LEFT_OUT))
 
 
 def stamps(name: str, text: str) -> list[Figure]:
-    """The stamps of a page, from top to bottom."""
+    """Return the stamps of a page, from top to bottom."""
     return [
         Figure(f"{name}:{text.count(chr(10), 0, found.start()) + 1}", found["commit"], found["date"])
         for found in STAMP.finditer(text)
@@ -83,14 +82,14 @@ def stamps(name: str, text: str) -> list[Figure]:
 
 
 def _blocks(text: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of the blocks between empty lines, without text made by programs."""
+    """Yield (line, text) of the blocks between empty lines, without generated text."""
     text = MADE.sub(lambda made: "\n" * made[0].count("\n"), text)
     for found in re.finditer(r"\S.*?(?=\n\s*\n|\Z)", text, re.DOTALL):
         yield text.count("\n", 0, found.start()) + 1, found[0]
 
 
 def unstamped(name: str, text: str) -> list[str]:
-    """``file:line: figure`` of paragraphs that seem to have a measured figure, and are covered by no stamp."""
+    """Return ``file:line: figure`` of paragraphs that seem to have a measured figure which no stamp covers."""
     for page, words in NO_FIGURE:
         text = text.replace(words, re.sub(r"\d", "n", words)) if page == name else text
     found, covered, section = [], False, False
@@ -110,14 +109,14 @@ def unstamped(name: str, text: str) -> list[str]:
 
 
 def age(root: Path, commit: str) -> int | None:
-    """The number of commits that HEAD has and ``commit`` has not; None where git does not know it."""
+    """Return the number of commits in HEAD that ``commit`` lacks, or None if git does not know ``commit``."""
     command = ["git", "rev-list", "--count", f"{commit}..HEAD"]
     done = subprocess.run(command, cwd=root, check=False, capture_output=True, text=True)
     return None if done.returncode else int(done.stdout)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m ci.figures", description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--older", type=int, default=200, metavar="N", help="mark those older than N commits")

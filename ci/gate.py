@@ -3,25 +3,25 @@
     python ci/gate.py torch-cpu mindspore torch-cuda torch-npu=.venv/torch-npu/bin/python
     python ci/gate.py torch-cpu mindspore --files tests/conformance/test_styles.py tests/unit/test_gate.py
 
-The unit tests run once, `WITHOUT_FAST_FILES` on torch-cpu also without `Platform.fast`. Each backend gets a pytest
-process of its own, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and its own tests; its coverage is
-that of these and the unit tests together, lines and branches. Several of these parts run at a time, because ranks spend
-a third of their time waiting for one another. A line every ten seconds says how far each is (`ci/reporter.py`), and a
-failure is printed at once; the rest of a part's output is in ``build/gate/logs``. On many cores the files of tests of a
-part are shared out over several processes of pytest. ``platform/<backend>/coverage.ini`` names the areas that count,
-each with the least that is accepted. Where less was reached, a report for browsers is in ``build/gate/<backend>/html``.
-Ends with the slowest files and a table, also in ``build/gate/table.{json,md}``, and exits non-zero if any test failed,
-a part ran no test or an area is under its threshold, or, where all backends ran, the library raises an error that no
-test of any came to (``ci/raises.py``).
+The unit tests run once, `WITHOUT_FAST_FILES` on torch-cpu also without `Platform.fast`. Each backend gets its own
+pytest process, with ``HYPER_PARALLEL_PLATFORM`` set, for the conformance suite and the backend's tests. Its coverage,
+of lines and branches, counts these tests and the unit tests. Several of these parts run at a time, because ranks spend
+a third of their time waiting for one another. A line every ten seconds shows the progress of each (`ci/reporter.py`),
+and a failure is printed at once. The other output of a part goes to ``build/gate/logs``. On many cores the test files
+of a part are split over several pytest processes. ``platform/<backend>/coverage.ini`` has the measured areas, each with
+its required minimum. Where less was reached, an HTML report is in ``build/gate/<backend>/html``.
+The run ends with the slowest files and a table, also in ``build/gate/table.{json,md}``. The exit status is not zero if
+a test failed, a part ran no test, or an area is below its threshold. If all backends ran, it also is not zero if the
+library raises an error that no test of any backend reaches (``ci/raises.py``).
 
-With ``--files`` these tests run alone, each in the parts that it belongs to. Nothing is measured then, and the table is
-only printed: it says nothing about a backend.
+With ``--files`` only these tests run, each in the parts that it belongs to. Nothing is measured then, and the table is
+only printed: it is no evidence about a backend.
 
-A backend that cannot live in one environment with the others is given with its interpreter.
-A backend whose device is simulated (`ci/devices.py`) runs on the real one where that is set up. One whose device is
-faked runs everything where the device can be used, and otherwise the tests with fake tensors alone, for which
-``coverage-fake.ini`` has the areas. Where neither can run, its row says why; that is a failure when the variable CI is
-set.
+A backend that cannot share an environment with the others is given with its interpreter.
+A backend whose device is simulated (`ci/devices.py`) runs on the real device where that is set up. A backend whose
+device is faked runs all tests where the device can be used. Elsewhere it runs only the tests with fake tensors, with
+the areas of ``coverage-fake.ini``. If neither can run, the backend's row has the reason; this is a failure if the
+variable CI is set.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from suite import Tests, cores, processes_for
 #: The backend on which a part of the conformance suite runs a second time, without `Platform.fast`.
 TWICE = "torch-cpu"
 WITHOUT_FAST = f"{TWICE}-without-fast"
-#: Those files of tests/conformance: they call everything that `Platform.fast` has. The nightly run takes all files.
+#: Their test files in tests/conformance, which call everything in `Platform.fast`. The nightly run takes all files.
 WITHOUT_FAST_FILES = (
     "test_dtensor.py",
     "test_fully_shard.py",
@@ -57,24 +57,24 @@ WITHOUT_FAST_FILES = (
     "test_replicate.py",
     "test_styles.py",
 )
-#: Said below the table.
+#: Message below the table.
 MISSED = (
     "the library raises errors that no test came to. They are listed above the table, below '== raises': test each in "
     "a table of wrong uses (docs/gates.md), take it out, or say in ci/raises.py why it has to stay"
 )
 BUILD = Path("build") / "gate"
-#: Where a run of some files leaves its logs and reports, so that those of a whole run stay.
+#: Folder for logs and reports of a run of some files, so that the reports of a full run stay.
 BUILD_OF_FILES = Path("build") / "gate-files"
-#: How many of the slowest files of tests are listed.
+#: Number of slowest test files that are listed.
 SLOWEST = 20
-#: How many lines of the log of a part are shown that has failed without a failing test.
+#: Number of last lines of a log that are shown for a part that failed without a failing test.
 END_OF_LOG = 40
 
 Work = Callable[[Part], Row]
 
 
 def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part: Part) -> Row:
-    """The row of one backend. ``unit`` waits for the unit tests, whose coverage counts."""
+    """Run one backend and return its row. ``unit`` waits for the unit tests, whose coverage counts."""
     root = tests.root
     part.doing("looking whether it can run")
     if reason := why_not(root, backend, python):
@@ -108,7 +108,7 @@ def gate(tests: Tests, backend: str, python: str, unit: Callable[[], Row], part:
 
 
 def unit_row(tests: Tests, part: Part) -> Row:
-    """The row of the unit tests."""
+    """Run the unit tests and return their row."""
     row = Row("unit")
     places = ["tests/unit"] if tests.files is None else choice.within(tests.files, ["tests/unit"])
     tests.run(row, places, {}, [sys.executable], part)
@@ -116,12 +116,12 @@ def unit_row(tests: Tests, part: Part) -> Row:
 
 
 def without_fast_places(nightly: bool = False) -> list[str]:
-    """Return the places of the tests that run without `Platform.fast`."""
+    """Return the folder or files of the tests that run without `Platform.fast`."""
     return ["tests/conformance"] if nightly else [f"tests/conformance/{name}" for name in WITHOUT_FAST_FILES]
 
 
 def without_fast_row(tests: Tests, python: str, nightly: bool, part: Part) -> Row:
-    """The row of the conformance suite on a platform that has no short ways. Its coverage does not count."""
+    """Run the conformance suite without `Platform.fast` and return its row. Its coverage does not count."""
     row = Row(WITHOUT_FAST, "CPU")
     environment = {"HYPER_PARALLEL_PLATFORM": TWICE, "HYPER_PARALLEL_FAST": "0"}
     places = without_fast_places(nightly)
@@ -131,10 +131,10 @@ def without_fast_row(tests: Tests, python: str, nightly: bool, part: Part) -> Ro
 
 
 def chosen(root: Path, files: list[str] | None, backends: Mapping[str, str], known: list[str]) -> dict[str, list[str]]:
-    """Return part -> the places of its tests, for the parts that have some of ``files``; without files, for all.
+    """Return part -> its folders and files of tests. With ``files``, only parts that can run some of them are included.
 
     Raises:
-        ValueError: where one of the files is none, or belongs to no part of ``backends``.
+        ValueError: for a file that does not exist, or that no part of ``backends`` can run.
     """
 
     def places(names: list[str]) -> dict[str, list[str]]:
@@ -159,17 +159,17 @@ def run_parts(
     ended: Callable[[Row], None] | None = None,
     nightly: bool = False,
 ) -> list[Row]:
-    """The rows of the unit tests and of all backends, ``at_once`` at a time.
+    """Run the unit tests and all backends, ``at_once`` at a time, and return their rows.
 
     Args:
-        tests: how they run.
+        tests: settings for the tests.
         backends: name -> interpreter.
-        at_once: how many parts run at a time.
-        reporter: for printed lines.
-        only: the names of the parts that run; None for all.
+        at_once: number of parts that run at a time.
+        reporter: printer of progress.
+        only: names of the parts that run; None for all.
         more: further parts, by name.
-        ended: called with each row as soon as it is there.
-        nightly: whether everything runs.
+        ended: called with each row when its part ends.
+        nightly: whether nightly tests run too.
     """
     logs = tests.build / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -188,7 +188,7 @@ def run_parts(
             ended(row)
         return row
 
-    # The unit tests begin first: the others wait for them, so they must not wait for a place.
+    # The unit tests start first: other parts wait for them, so they must not wait for a thread.
     parts: dict[str, Work] = {"unit": partial(unit_row, tests)}
     for name, python in backends.items():
         parts[name] = partial(gate, tests, name, python, lambda: futures["unit"].result())
@@ -215,12 +215,12 @@ def summary(row: Row, log: Path) -> str:
 
 
 def missed_errors(tests: Tests, rows: list[Row], whole: bool) -> bool:
-    """Return whether the tests of all backends together leave out an error that the library raises; print which.
+    """Return whether the library raises errors that the tests of all backends do not reach, and print them.
 
     Args:
-        tests: how they have run.
-        rows: of all parts.
-        whole: whether all backends were asked for. Nothing is known where one of them has not run.
+        tests: settings of the run.
+        rows: rows of all parts.
+        whole: whether all backends were requested. The result is False if one of them has not run.
     """
     root = tests.root
     if not whole or not all(row.passed for row in rows) or not (root / "ci" / "raises.py").exists():
@@ -231,12 +231,12 @@ def missed_errors(tests: Tests, rows: list[Row], whole: bool) -> bool:
 
 
 def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
-    """Print the results of the run, the table last; returns the exit status.
+    """Print the results of the run, the table last, and return the exit status.
 
     Args:
-        tests: how they have run.
-        rows: of all parts.
-        missed: whether there are errors that no test came to.
+        tests: settings of the run.
+        rows: rows of all parts.
+        missed: whether there are errors that no test reached.
     """
     slow = junit.slowest(tests.root, {row.backend: tests.build / row.backend for row in rows}, SLOWEST)
     print("\n".join(["", f"== the slowest {len(slow)} files", *slow]))
@@ -259,7 +259,7 @@ def finish(tests: Tests, rows: list[Row], missed: bool) -> int:
 
 
 def options(description: str) -> argparse.ArgumentParser:
-    """Return a parser of the options that the gate and the nightly run have in common."""
+    """Return a parser of the options that the gate and the nightly run share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("backends", nargs="+", metavar="BACKEND[=PYTHON]", help="folders in platform/")
     parser.add_argument("--at-once", type=int, default=2, metavar="N", help="how many parts run at a time")
@@ -275,7 +275,7 @@ def options(description: str) -> argparse.ArgumentParser:
 
 
 def backends_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> tuple[dict[str, str], list[str]]:
-    """Return the backends that were asked for, with their interpreters, and the names of all."""
+    """Return the requested backends with their interpreters, and the names of all backends."""
     known = sorted(path.name for path in arguments.root.glob("platform/*") if path.is_dir())
     backends = {name: python or sys.executable for name, _, python in (b.partition("=") for b in arguments.backends)}
     if unknown := sorted(set(backends) - set(known)):
@@ -284,7 +284,7 @@ def backends_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace) 
 
 
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = options(__doc__.splitlines()[0])
     parser.add_argument("--files", nargs="+", metavar="FILE", help="run these tests alone")
     arguments = parser.parse_args()

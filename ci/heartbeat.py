@@ -1,9 +1,9 @@
-"""Run a command that is silent for minutes, and say every ten seconds for how long it has been running.
+"""Run a command that is silent for minutes, and print every ten seconds how long it has been running.
 
     python3 ci/heartbeat.py [--folder .venv/all] [--every 10] "making .venv/all" COMMAND...
 
-Prints lines such as ``making .venv/all: 45 s, 2.1 GB``, with the size of the folder that the command fills, and ends
-with the exit status of the command. Needs nothing but Python, since it runs before any environment is made.
+Prints lines such as ``making .venv/all: 45 s, 2.1 GB``, with the size of the folder that the command fills. Returns
+the exit status of the command. Needs only Python, since it runs before any environment exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["main", "size_of"]
 
 
 def size_of(folder: str) -> int:
-    """Bytes that the files below ``folder`` take on the disk; files that vanish meanwhile count as nothing."""
+    """Return the bytes on disk of the files below ``folder``. Files that vanish meanwhile are ignored."""
     total, folders = 0, [folder]
     while folders:
         try:
@@ -34,12 +34,12 @@ def size_of(folder: str) -> int:
 
 
 def readable(size: int) -> str:
-    """``size`` in bytes, as MB or GB."""
+    """Return ``size``, in bytes, as text in MB or GB."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status of the command, 128 and the number of the signal that ended it."""
+    """Run the command and return its exit status, or 128 plus the number of the signal that ended it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", help="which folder's size to print")
     parser.add_argument("--every", type=float, default=10, metavar="SECONDS", help="how often to print a line")
@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
             break
         except subprocess.TimeoutExpired:
             say()
-        except KeyboardInterrupt:  # the command was interrupted as well: wait for its end
+        except KeyboardInterrupt:  # the command got the interrupt too: wait until it ends
             continue
     say(f", ended with status {status}" if status else ", done")
     return 128 - status if status < 0 else status

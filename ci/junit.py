@@ -1,4 +1,4 @@
-"""Reader of pytest's reports in JUnit's format: how many tests passed, which failed, how long each file took."""
+"""Reader of pytest's JUnit reports: numbers of passed tests, failed tests, and the time of each file."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from pathlib import Path
 
 __all__ = ["Report", "seconds_of_files", "slowest"]
 
-#: Characters of an error that are shown at the end of a run; all of it stands further up.
+#: Characters of an error that are shown at the end of a run; the full error was printed before.
 MOST_OF_A_MESSAGE = 400
 
 
 class Report:
-    """Report of one process of pytest.
+    """Report of one pytest process.
 
     Args:
-        path: of the report.
-        root: the project, whose files the tests are in.
+        path: path of the report.
+        root: the project that contains the test files.
 
     Attributes:
         passed, failed, skipped: numbers of tests.
-        failures: test that failed -> its error in a line.
-        seconds: file of tests -> how long its tests took.
+        failures: failed test -> its error in a line.
+        seconds: test file -> total time of its tests.
     """
 
     def __init__(self, path: Path, root: Path) -> None:
@@ -49,13 +49,13 @@ class Report:
 
 
 def in_a_line(message: str) -> str:
-    """Return the first and the last line of an error: the latter has the reason where ranks of a pool have failed."""
+    """Return the first and the last line of an error. The last has the reason if ranks of a pool have failed."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     return " ... ".join(dict.fromkeys([*lines[:1], *lines[-1:]]))[:MOST_OF_A_MESSAGE]
 
 
 def file_of(root: Path, dotted: str) -> tuple[str, list[str]]:
-    """Return the file that ``dotted``, such as ``tests.unit.test_a.TestB``, begins with, and the words after it."""
+    """Return the file at the start of ``dotted``, such as ``tests.unit.test_a.TestB``, and the words after it."""
     words = dotted.split(".")
     for n in range(len(words), 0, -1):
         file = "/".join(words[:n]) + ".py"
@@ -65,27 +65,27 @@ def file_of(root: Path, dotted: str) -> tuple[str, list[str]]:
 
 
 def reports(folder: Path) -> Iterator[Path]:
-    """Yield the reports of a part that has run in ``folder``."""
+    """Yield the reports in the output folder of a part."""
     yield from sorted(folder.glob("junit-*.xml"))
 
 
 def seconds_of_files(root: Path, folder: Path) -> dict[str, float]:
-    """Return file of tests -> how long it took in the last part that ran in ``folder``. Empty where none has."""
+    """Return test file -> its time in the last run of the part with this output folder. Empty if there was no run."""
     total: dict[str, float] = defaultdict(float)
     for path in reports(folder):
-        with suppress(ElementTree.ParseError):  # of a run that was cut off
+        with suppress(ElementTree.ParseError):  # the report of an interrupted run
             for file, seconds in Report(path, root).seconds.items():
                 total[file] += seconds
     return dict(total)
 
 
 def slowest(root: Path, folders: dict[str, Path], count: int = 20) -> list[str]:
-    """Return lines about the files of tests that took longest.
+    """Return lines about the slowest test files.
 
     Args:
         root: the project.
         folders: part -> the folder with its reports.
-        count: how many files.
+        count: number of files.
     """
     found = [
         (seconds, part, file)

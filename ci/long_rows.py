@@ -1,12 +1,12 @@
 """Run a table that takes too long for the gate, as a part of `make nightly`.
 
-The full table of data parallelism: every three choices of `tests/support/data_parallel_table.py` together, and rows at
-random. The table of torch.compile: models with Inductor, and every style on four ranks.
+The table of data parallelism has every combination of three choices of `tests/support/data_parallel_table.py`, and
+random rows. The table of torch.compile has models with Inductor, and every style on four ranks.
 
     python -m ci.long_rows torch-cpu [--more 100] [--seed 1] [--limit N]
     python -m ci.long_rows torch-cpu --compiled [--limit N]
 
-Prints the rows that fail, and ends with status 1 where one does.
+Prints the rows that fail. The exit status is 1 if a row fails.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ci.progress import Events
 from hyper_parallel.testing.pool import JobError, WorkerPool
 from tests.support.data_parallel_table import full_set, title
 
-#: backend -> the module whose ``run`` runs a row, and whose ``settle`` knows the choices.
+#: backend -> the module whose ``run`` runs a row, and whose ``settle`` makes choices consistent.
 ROWS = {"torch-cpu": "tests.torch.data_parallel_rows", "mindspore": "tests.mindspore.data_parallel_rows"}
-#: The same of compiled models, with the list ``ROWS``, each row ending on how many ranks it is for.
+#: The same for compiled models. The module has a list ``ROWS``; the last item of a row is its number of ranks.
 COMPILED = {"torch-cpu": "tests.torch.compiled_rows"}
 
 
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backend", choices=sorted(ROWS))
     parser.add_argument("--more", type=int, default=100, metavar="N", help="rows at random besides")

@@ -1,11 +1,11 @@
-"""Run everything: the whole gate with the tests that are nightly, and the tables that take too long for it.
+"""Run everything: the gate with its nightly tests, and the tables that take too long for the gate.
 
     python ci/nightly.py torch-cpu mindspore torch-cuda torch-npu=.venv/torch-npu/bin/python [--more 100] [--seed 1]
 
-The parts are those of `ci/gate.py`, with ``HYPER_PARALLEL_NIGHTLY`` set, so that no test is left out. The conformance
-suite runs whole without `Platform.fast`. `TABLES` are further parts. Each part that ends is recorded in
-``ci/last_nightly.json`` at once, passed or failed, and shown on docs/gates.md: a run that is cut off keeps its parts,
-and ``--parts`` goes on with the others. Logs and reports are in ``build/nightly``.
+The parts are those of `ci/gate.py`, with ``HYPER_PARALLEL_NIGHTLY`` set, so that no test is left out. The full
+conformance suite runs without `Platform.fast` too. `TABLES` are further parts. Each part that ends, passed or failed,
+is recorded in ``ci/last_nightly.json`` at once, and shown on docs/gates.md. So an interrupted run keeps its parts, and
+``--parts`` runs the missing ones. Logs and reports are in ``build/nightly``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from suite import Tests
 
 __all__ = ["TABLES", "VARIABLE", "Recorder", "table_row"]
 
-#: As in `hyper_parallel.testing.extent`.
+#: Environment variable of `hyper_parallel.testing.extent`.
 VARIABLE = "HYPER_PARALLEL_NIGHTLY"
 BUILD = Path("build") / "nightly"
-#: Seconds for one process of pytest, or for one table.
+#: Time limit in seconds of one pytest process, or of one table.
 TIMEOUT = 6 * 60 * 60
 #: Part -> its backend, and the options of `ci/long_rows.py`.
 TABLES: dict[str, tuple[str, list[str]]] = {
@@ -45,23 +45,23 @@ TABLES: dict[str, tuple[str, list[str]]] = {
 
 
 class Recorder:
-    """Writer of the record of one run.
+    """Writer of the record of a run.
 
     Args:
-        tests: how they run.
+        tests: settings of the run.
     """
 
     def __init__(self, tests: Tests) -> None:
         self._tests = tests
         self._lock = threading.Lock()
-        # Of the beginning: the record and the page are changed while the run goes on, and by a run that was cut off.
+        # Taken at the start, without the record and the page: this run changes them, and so did an interrupted one.
         written = [path.as_posix() for path in (nightly_table.RECORD, nightly_table.PAGE)]
         self._commit, self._date = results.commit_of(tests.root, but=written), results.today()
-        #: Part -> the results of its rows in a table.
+        #: Part -> the results of its table.
         self.rows: dict[str, dict[str, Any]] = {}
 
     def add(self, row: Row) -> None:
-        """Record a part that has ended. A part that was left out, or interrupted, keeps its last run."""
+        """Record a part that has ended. A part that was left out or interrupted keeps the record of its last run."""
         row.commit, row.date = self._commit, self._date
         if not row.left_out and not self._tests.stopped:
             with self._lock:
@@ -70,7 +70,7 @@ class Recorder:
 
 
 def table_row(tests: Tests, name: str, python: str, options: list[str], recorder: Recorder, part: Part) -> Row:
-    """Run one of `TABLES`, and count each of its rows as a test."""
+    """Run one of `TABLES` and return its row; each row of the table counts as a test."""
     backend = TABLES[name][0]
     row = Row(name, gate.device_of(backend, [python], False))
     output = tests.build / name
@@ -107,7 +107,7 @@ def table_row(tests: Tests, name: str, python: str, options: list[str], recorder
 
 
 def tables_of(tests: Tests, backends: Mapping[str, str], drawn: list[str], recorder: Recorder) -> dict[str, Work]:
-    """Return those parts of `TABLES` that are of ``backends``; ``drawn`` are options for rows at random."""
+    """Return the parts of `TABLES` for ``backends``; ``drawn`` are options for random rows."""
     return {
         name: partial(table_row, tests, name, backends[backend], options or drawn, recorder)
         for name, (backend, options) in TABLES.items()
@@ -116,7 +116,7 @@ def tables_of(tests: Tests, backends: Mapping[str, str], drawn: list[str], recor
 
 
 def main() -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = gate.options(__doc__.splitlines()[0])
     parser.add_argument("--more", type=int, default=100, metavar="N", help="how many rows at random a table has")
     parser.add_argument("--seed", type=int, help="of the rows at random; the day's by default")

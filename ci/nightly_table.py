@@ -2,8 +2,8 @@
 
     python3 ci/nightly_table.py [--check]
 
-`ci/nightly.py` adds each part that has ended, and writes the table anew. Each part keeps its last run. ``--check``
-changes nothing and ends with an error when the page is out of date.
+`ci/nightly.py` adds each part that has ended, and rewrites the table. Each part keeps the record of its last run.
+``--check`` changes nothing, and ends with an error if the page is out of date.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def entry(row: Row, rows: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the record of a part.
 
     Args:
-        row: of the part.
-        rows: how many rows a table had, and which were drawn at random; nothing for tests.
+        row: row of the part.
+        rows: for a table, its number of rows and the number and seed of random rows; None for tests.
     """
     return {
         "device": row.device,
@@ -60,13 +60,13 @@ def entry(row: Row, rows: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def read(root: Path) -> dict[str, dict[str, Any]]:
-    """Return part -> its record; empty where nothing was ever recorded."""
+    """Return part -> its record; empty if nothing was recorded yet."""
     path = root / RECORD
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def add(root: Path, part: str, record: dict[str, Any]) -> None:
-    """Put the record of ``part`` in the place of its last one, and write the table of the page anew."""
+    """Replace the record of ``part``, and rewrite the table of the page."""
     known = {**read(root), part: record}
     order = [*PARTS, *sorted(known.keys() - PARTS.keys())]
     _write(root / RECORD, json.dumps({name: known[name] for name in order if name in known}, indent=2) + "\n")
@@ -77,7 +77,7 @@ def section(known: dict[str, dict[str, Any]]) -> str:
     """Return the table of the page, without its markers.
 
     Args:
-        known: of ``ci/last_nightly.json``.
+        known: contents of ``ci/last_nightly.json``.
     """
     lines = [
         "| part | tests | passed | failed | skipped | seconds | last run | |",
@@ -103,7 +103,7 @@ def with_section(page: str, text: str) -> str:
     """Return ``page`` with ``text`` between its markers.
 
     Raises:
-        SystemExit: when it does not have each marker once.
+        SystemExit: unless the page has each marker once.
     """
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise SystemExit(f"{PAGE} must have these lines once each:\n{BEGIN}\n{END}")
@@ -112,20 +112,20 @@ def with_section(page: str, text: str) -> str:
 
 
 def write_page(root: Path) -> None:
-    """Write the table of the page anew from the record."""
+    """Rewrite the table of the page from the record."""
     page = root / PAGE
     _write(page, with_section(page.read_text(encoding="utf-8"), section(read(root))))
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file at once: tests of the same run read it."""
+    """Replace a file in one step, because tests of the same run read it."""
     new = path.with_name(f".{path.name}.new")
     new.write_text(text, encoding="utf-8")
     os.replace(new, path)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--check", action="store_true", help="only see whether the page is as it must be")

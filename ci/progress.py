@@ -1,10 +1,10 @@
-"""Plugin of pytest that writes events while they happen, for the lines of progress of `ci/reporter.py`.
+"""Plugin of pytest that writes events as they happen, for the progress lines of `ci/reporter.py`.
 
     python -m pytest -p ci.progress --progress FILE ...
 
-Each line of the file is a JSON object, an event: ``{"collected": 12}``, ``{"started": NAME}``,
+Each line of the file is an event, a JSON object: ``{"collected": 12}``, ``{"started": NAME}``,
 ``{"failed": NAME, "text": TRACEBACK}`` as soon as a test has failed, and ``{"finished": NAME, "outcome": "passed"}``.
-Programs that are no tests write the same with `Events`.
+Other programs write such events with `Events`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["Events"]
 
 
 class Events:
-    """A file of events, to which each call adds a line at once."""
+    """A file of events; each call appends a line at once."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)

@@ -2,10 +2,10 @@
 
     python -m ci.raises [build/gate]
 
-`make test` asks after all gates, and fails where it lists one: write a test that is refused so, in a table of wrong
-uses (docs/gates.md names them), or, where nothing can lead there, take the statement out. Statements that have to stay
-are in `KEPT`, with the reason. Errors that files of the library raise for each other count too. Lines that run in an
-unmeasured subprocess, or on an unmeasured rank (tests/support/measured_ranks.py), do not count as reached.
+`make test` runs this after all gates, and fails if it lists a statement. Then add a test that triggers the error to a
+table of wrong uses (docs/gates.md names them). If nothing can trigger the error, remove the statement. Statements that
+must stay are in `KEPT`, with the reason. Errors that one file of the library raises for another count too. Lines that
+run in an unmeasured subprocess, or on an unmeasured rank (tests/support/measured_ranks.py), do not count as reached.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ci.error_table import PACKAGE, ROOT
 
 __all__ = ["KEPT", "outdated", "raises", "unreached"]
 
-#: (file of the package, words of the statement) -> why no test can come to it, and why it is there all the same.
+#: (file of the package, words of the statement) -> why no test can reach it, and why it must stay.
 KEPT: dict[tuple[str, str], str] = {
     ("core/communication/redistribute.py", "no way to redistribute"): (
         "There is a way between any two layouts of one mesh and shape, over the replicated one, which the conformance "
@@ -31,14 +31,14 @@ KEPT: dict[tuple[str, str], str] = {
 
 
 def raises(source: str) -> Iterator[tuple[int, str]]:
-    """(line, text) of the statements that raise something new."""
+    """Yield (line, text) of the ``raise`` statements that name an exception."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Raise) and node.exc is not None:
             yield node.lineno, ast.unparse(node)
 
 
 def _statements(package: Path) -> Iterator[tuple[str, int, str]]:
-    """(file of the package, line, text) of all of them but those of the kit for tests."""
+    """Yield (file, line, text) of all ``raise`` statements of the package, except in the tools for tests."""
     for path in sorted(package.rglob("*.py")):
         if "testing" not in path.relative_to(package).parts:
             for line, text in raises(path.read_text(encoding="utf-8")):
@@ -48,11 +48,12 @@ def _statements(package: Path) -> Iterator[tuple[str, int, str]]:
 def unreached(
     package: Path, lines: Mapping[str, set[int]], kept: Mapping[tuple[str, str], str] = KEPT
 ) -> tuple[int, list[str]]:
-    """The number of statements below ``package``, and the unreached ones as ``path:line: text``. Unreached are those
-    not among ``lines`` for which `KEPT` has no reason.
+    """Return the number of ``raise`` statements below ``package``, and the unreached ones as ``path:line: text``.
+
+    A statement is unreached if its line did not run and ``kept`` has no reason for it.
 
     Args:
-        package: folder.
+        package: folder of the package.
         lines: path from the parent of the package -> the lines that ran.
         kept: see `KEPT`.
     """
@@ -68,7 +69,7 @@ def unreached(
 def outdated(
     package: Path, lines: Mapping[str, set[int]], kept: Mapping[tuple[str, str], str] = KEPT
 ) -> list[tuple[str, str]]:
-    """The entries of ``kept`` of which there is no statement any more, or which a test has come to."""
+    """Return the entries of ``kept`` whose statement does not exist any more, or is reached by a test."""
     there = {
         (file, words)
         for path, line, text in _statements(package)
@@ -79,7 +80,7 @@ def outdated(
 
 
 def reached(folder: Path) -> dict[str, set[int]]:
-    """The lines that all parts of the gates have reached together, from their files of coverage."""
+    """Return the lines that all parts of the gate reached together, from their coverage files."""
     found: dict[str, set[int]] = {}
     for path in (*folder.glob("*/combined/coverage"), *folder.glob("*/coverage.*.*")):
         data = CoverageData(str(path))
@@ -90,7 +91,7 @@ def reached(folder: Path) -> dict[str, set[int]]:
 
 
 def main() -> int:
-    """Print them; returns the exit status."""
+    """Print unreached statements and outdated entries of `KEPT`, and return the exit status."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "build" / "gate"
     lines = reached(folder)
     if not lines:

@@ -1,7 +1,7 @@
-"""Lines of progress for a terminal: the parts of the gate that run, how far they are, and the failures so far.
+"""Progress in a terminal: the running parts of the gate, the progress of each, and the failures so far.
 
 A part is a row of the table, such as the tests of one backend. `Reporter` prints a line every ten seconds, and the text
-of a failure as soon as a test has failed. The rest of the output of a part goes to its log alone.
+of a failure as soon as a test has failed. The other output of a part goes only to its log.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from typing import Any, TextIO
 
 __all__ = ["IN_FULL", "Part", "Reporter"]
 
-#: Seconds between two lines of progress; a busy machine makes them a few more.
+#: Seconds between two lines of progress; on a busy machine it may be a few more.
 EVERY = 10.0
-#: Seconds between two looks at the events.
+#: Seconds between two reads of the events.
 LOOK = 0.5
-#: How many failures of a part are shown with their whole text. A developer needs the first ones; all are in the log.
+#: Number of failures of a part that are shown in full. A developer needs the first ones; the log has all.
 IN_FULL = 10
-#: Seconds after which the line of progress names the test that is running.
+#: Seconds after which the line of progress names the running test.
 LONG = 30.0
 
 
 class Tail:
-    """The events that one process appends to a file."""
+    """Reader of the events that one process appends to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.collected: int | None = None
-        #: The test that is running, and since when.
+        #: The running test, and its start time.
         self.running: tuple[str, float] | None = None
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the events since the last call. A line that is not whole yet is left for the next."""
+        """Return the events since the last call. An incomplete line is left for the next call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -49,12 +49,12 @@ class Tail:
 
 
 class Part:
-    """A part that runs: its log, and how far it is.
+    """A running part: its log and its progress.
 
     Args:
-        name: of the part, as the table has it.
-        log: for everything that it prints.
-        lock: held while something is printed to the terminal.
+        name: name of the part in the table.
+        log: file for everything that the part prints.
+        lock: lock that is held while something is printed to the terminal.
     """
 
     def __init__(self, name: str, log: TextIO, lock: threading.Lock | None = None) -> None:
@@ -73,16 +73,16 @@ class Part:
         self.show(text)
 
     def show(self, text: str) -> None:
-        """Print ``text`` to the terminal alone."""
+        """Print ``text`` only to the terminal."""
         with self._lock:
             print(text, flush=True)
 
     def doing(self, state: str) -> None:
-        """Let the line of progress say ``state``, until `watch` or the next call."""
+        """Show ``state`` in the line of progress, until `watch` or the next call."""
         self._state = state
 
     def watch(self, files: list[Path]) -> None:
-        """Let the line of progress count the tests of processes that append their events to ``files``."""
+        """Count in the line of progress the tests of processes that append their events to ``files``."""
         self._tails = [Tail(path) for path in files]
         self._done = self._failed = 0
         self._state = ""
@@ -115,12 +115,12 @@ class Part:
 
     @property
     def progress(self) -> str:
-        """Progress of the part, in a few words."""
+        """Progress of the part in a few words."""
         if self._state:
             return f"{self.name} {self._state}"
         counts = [tail.collected for tail in self._tails if tail.collected is not None]
         if len(counts) < len(self._tails):
-            # Of several processes some may run already.
+            # Some of several processes may already run.
             return f"{self.name} collecting" + (f", {self._done} done, {self._failed} failed" if self._done else "")
         words = f"{self.name} {self._done} of {sum(counts)}, {self._failed} failed"
         running = min((tail.running for tail in self._tails if tail.running), key=lambda one: one[1], default=None)
@@ -130,14 +130,14 @@ class Part:
 
 
 class Reporter:
-    """Printer of the progress of all parts that run, a thread of its own between ``with`` and its end.
+    """Printer of the progress of all running parts. A thread prints from the start of ``with`` to its end.
 
     Args:
         every: seconds between two lines.
     """
 
     def __init__(self, every: float = EVERY) -> None:
-        #: The activity while no part runs.
+        #: Text of the line while no part runs.
         self.besides = "no part runs"
         self._waiting = 0
         self._every = every
@@ -156,16 +156,16 @@ class Reporter:
         self._thread.join()
 
     def expect(self) -> None:
-        """Count one more part among those that have not begun."""
+        """Count one more part that has not started."""
         self._waiting += 1
 
     @contextmanager
     def part(self, name: str, log: Path) -> Iterator[Part]:
-        """Count a part among those that run, from its beginning to its end.
+        """Return a context in which a part counts as running.
 
         Args:
-            name: of the part.
-            log: its log, which is written anew.
+            name: name of the part.
+            log: path of its log, which is overwritten.
         """
         with log.open("w", encoding="utf-8") as file:
             part = Part(name, file, self._lock)

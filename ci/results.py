@@ -1,4 +1,4 @@
-"""Results of gates: one row a backend, kept as JSON, shown as a table in a terminal and in Markdown.
+"""Results of gates: one row for each backend, stored as JSON, shown as a table in a terminal and in Markdown.
 
 `ci/gate.py` writes ``build/gate/table.{json,md}``; `ci/table.py` and `ci/hardware/report.py` read the JSON.
 """
@@ -33,24 +33,24 @@ __all__ = [
     "write",
 ]
 
-#: The subjects of a row.
+#: Areas whose coverage a row shows.
 PACKAGE = "hyper_parallel"
 CORE = "hyper_parallel/core"
 TENSOR_PARALLEL = "hyper_parallel/core/tensor_parallel"
-#: Below this, an area is of the backend itself. A pattern names the files that all backends share.
+#: Folder of the backends' own areas. A pattern in it names files that all backends share.
 OWN = "hyper_parallel/platform"
 AREAS = ("core", "tensor_parallel", "own_folder")
 COLUMNS = ["backend", "passed", "failed", "skipped", *AREAS, "at_least", "seconds", "verdict"]
 
 
 def is_own(path: str) -> bool:
-    """Return whether an area is of the backend itself, not of the code that all backends share."""
+    """Return whether an area belongs to the backend itself, not to the code that all backends share."""
     return path.startswith(OWN) and "*" not in path and path != OWN + "/contract"
 
 
 @dataclass
 class Area:
-    """A folder or file of the package: how much of it was reached, and the least that is accepted, in percent."""
+    """A folder or file of the package, the percentage of it that was reached, and the required minimum."""
 
     path: str
     least: float
@@ -58,7 +58,7 @@ class Area:
 
     @property
     def missed(self) -> bool:
-        """Return whether too little was reached."""
+        """Return whether less than the minimum was reached."""
         return self.reached < self.least
 
 
@@ -70,15 +70,15 @@ class Row:
         backend: name of the backend, or ``"unit"``.
         device: the device of its tests: ``"CPU"``, ``"GPU"``, ``"fake GPU"``, ``"NPU"``, ``"simulated NPU"``.
         passed, failed, skipped: numbers of tests.
-        seconds: that they took.
+        seconds: duration of the tests.
         areas: coverage of each measured area.
-        problem: why the gate failed.
-        left_out: why nothing was run.
-        failed_tests: test that failed -> its error in a line, or nothing where that is not known.
-        commit, date: of the run.
-        tree: git's id of ``hyper_parallel/`` as it was in the run; empty where git did not say.
-        partial: whether only some of its tests were asked for. The numbers then say little about the backend.
-        torch: the release of torch that ``make test TORCH=`` asked for; empty for the one that is pinned.
+        problem: reason why the gate failed.
+        left_out: reason why nothing was run.
+        failed_tests: failed test -> its error in a line, or an empty string if that is not known.
+        commit, date: commit and date of the run.
+        tree: git's id of ``hyper_parallel/`` as it was in the run; empty if git gave none.
+        partial: whether only some of its tests were requested. The numbers then say little about the backend.
+        torch: the release of torch that ``make test TORCH=`` requested; empty for the pinned release.
     """
 
     backend: str
@@ -99,27 +99,27 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Backend and device."""
+        """Name of the backend and its device."""
         return f"{self.backend} ({self.device})" if self.device else self.backend
 
     @property
     def verdict(self) -> str:
-        """The text of the last column."""
+        """Text of the last column."""
         return f"FAIL: {self.problem}" if self.problem else f"LEFT OUT: {self.left_out}" if self.left_out else "ok"
 
     def area(self, column: str) -> Area | None:
-        """The area of one of the columns ``core``, ``tensor_parallel`` and ``own_folder``; None when not measured."""
+        """Return the area of the column ``core``, ``tensor_parallel`` or ``own_folder``; None for an unmeasured one."""
         wanted = {"core": CORE, "tensor_parallel": TENSOR_PARALLEL}.get(column)
         of_column = (a for a in self.areas if (a.path == wanted if wanted else is_own(a.path)))
         return min(of_column, key=lambda area: area.reached - area.least, default=None)
 
     def coverage(self, column: str) -> str:
-        """Percentage reached, rounded down (99.96 is not 100), or a dash."""
+        """Return the percentage reached, rounded down (99.96 is not 100), or a dash."""
         area = self.area(column)
         return "-" if area is None else f"{int(area.reached * 10) / 10:g}%"
 
     def cells(self) -> list[str]:
-        """The columns of the table."""
+        """Return the cells of the row in the table."""
         least = [area and f"{area.least:g}%" for area in map(self.area, AREAS)]
         return [
             self.name,
@@ -135,7 +135,7 @@ def _git(root: Path, *command: str, **variables: str) -> str:
     """Return the output of ``git`` in ``root``.
 
     Raises:
-        subprocess.CalledProcessError: when it fails.
+        subprocess.CalledProcessError: if the command fails.
     """
     environment = {**os.environ, **variables}
     done = subprocess.run(["git", *command], cwd=root, env=environment, check=True, capture_output=True, text=True)
@@ -143,7 +143,7 @@ def _git(root: Path, *command: str, **variables: str) -> str:
 
 
 def commit_of(root: Path, but: Iterable[str] = ()) -> str:
-    """The commit of the project in ``root``, with ``+changes`` where a file differs, except for the files ``but``."""
+    """Return the commit of the project in ``root``, with ``+changes`` if a file other than ``but`` differs from it."""
     others = [f":(exclude){path}" for path in but]
     try:
         commit = _git(root, "rev-parse", "--short=10", "HEAD")
@@ -154,19 +154,19 @@ def commit_of(root: Path, but: Iterable[str] = ()) -> str:
 
 
 def today() -> str:
-    """The date, as the tables have it."""
+    """Return today's date as the tables show it."""
     return datetime.now(timezone.utc).date().isoformat()
 
 
 def tree(root: Path) -> str:
-    """Git's id of ``hyper_parallel/`` as it lies in ``root``, committed or not; empty where git does not say.
+    """Return git's id of ``hyper_parallel/`` as it is in ``root``, committed or not; empty if git fails.
 
-    Two trees with the same files have the same id. The index of the checkout stays as it is.
+    Two trees with the same files have the same id. The index of the checkout is not changed.
     """
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
         try:
-            _git(root, "read-tree", "HEAD", **index)  # so that tracked files count that .gitignore names
+            _git(root, "read-tree", "HEAD", **index)  # so that tracked files count even if .gitignore names them
             _git(root, "add", "--all", "--", PACKAGE, **index)
             return _git(root, "write-tree", f"--prefix={PACKAGE}/", **index)
         except (OSError, subprocess.CalledProcessError):
@@ -174,7 +174,7 @@ def tree(root: Path) -> str:
 
 
 def committed_tree(root: Path) -> str:
-    """Git's id of ``hyper_parallel/`` in the commit that is checked out in ``root``; empty where git does not say."""
+    """Return git's id of ``hyper_parallel/`` in the commit that is checked out in ``root``; empty if git fails."""
     try:
         return _git(root, "rev-parse", "--verify", "--quiet", f"HEAD:{PACKAGE}")
     except (OSError, subprocess.CalledProcessError):
@@ -182,14 +182,14 @@ def committed_tree(root: Path) -> str:
 
 
 def stamp(root: Path, rows: Iterable[Row], begun: str | None = None) -> None:
-    """Write into rows the commit, the code of the project in ``root`` that they are about, and today's date.
+    """Set the commit, the id of the code and today's date of each row.
 
-    ``make test TORCH=2.14.1`` hands its ``TORCH`` to the gate in the environment: such rows name the release.
+    ``make test TORCH=2.14.1`` passes its ``TORCH`` to the gate in the environment. Rows then name the release.
 
     Args:
         root: the project.
-        rows: of a run that has just ended.
-        begun: the result of `tree` when the run began. Where the code is another one by now, rows name none.
+        rows: rows of a run that has just ended.
+        begun: result of `tree` at the start of the run. If the code has changed since, rows get no id.
     """
     code, commit, date = tree(root), commit_of(root), today()
     code = code if begun in (None, code) else ""
@@ -205,10 +205,10 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def read(path: Path) -> list[Row]:
-    """Read a file of `write`.
+    """Read a file that `write` has written.
 
     Raises:
-        SystemExit: when there is no such file.
+        SystemExit: if there is no such file.
     """
     if not path.exists():
         raise SystemExit(f"{path} is missing: run the gates first, make test or ci/<backend>")
@@ -216,12 +216,12 @@ def read(path: Path) -> list[Row]:
 
 
 def from_dict(row: dict) -> Row:
-    """The row of which ``dataclasses.asdict`` made ``row``."""
+    """Return the row from which ``dataclasses.asdict`` made the dict ``row``."""
     return Row(**{**row, "areas": [Area(**area) for area in row["areas"]]})
 
 
 def terminal(rows: Iterable[Row]) -> str:
-    """The table for a terminal, in columns; a wide verdict comes last."""
+    """Return the table for a terminal, in columns; the verdict comes last, because it may be wide."""
     lines = [[name.replace("_", " ") for name in COLUMNS], *(row.cells() for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS) - 1)]
     rendered = []
@@ -232,7 +232,7 @@ def terminal(rows: Iterable[Row]) -> str:
 
 
 def markdown(rows: Iterable[Row]) -> str:
-    """The same table in Markdown."""
+    """Return the table in Markdown."""
     head = [name.replace("_", " ") for name in COLUMNS]
     rules = ["---", *["---:"] * (len(COLUMNS) - 2), "---"]
     lines = [head, rules, *(row.cells() for row in rows)]

@@ -1,4 +1,4 @@
-"""One or several processes of pytest that run the tests of a part of the gate."""
+"""Pytest processes, one or several, that run the tests of a part of the gate."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from results import Row
 
 __all__ = ["Tests", "processes_for", "shares_of"]
 
-#: Half as much again as the longest part took on a slow machine, 54 minutes. Hangs end sooner: tests have limits too.
+#: Time limit in seconds: 1.5 times the longest part on a slow machine, 54 minutes. Tests have shorter limits.
 PART_TIMEOUT = 80 * 60
-#: More processes of pytest, of four ranks each, need more memory than most machines have.
+#: Most pytest processes: each has four ranks, and most machines lack memory for more.
 MOST_PROCESSES = 8
 
 
@@ -33,20 +33,20 @@ def cores() -> int:
 
 
 def processes_for(count: int) -> int:
-    """Return over how many processes of pytest a part is shared out on ``count`` cores.
+    """Return the number of pytest processes for a part on ``count`` cores.
 
-    Two parts run at a time, with four ranks a process, of which most wait: 6 processes on 16 cores, one on up to 5.
+    Two parts run at a time. Each process has four ranks, most of which wait: 6 processes on 16 cores, 1 on up to 5.
     """
     return min(MOST_PROCESSES, max(1, count * 3 // 8))
 
 
 def shares_of(tests: Mapping[str, int], seconds: Mapping[str, float], count: int) -> list[list[str]]:
-    """Divide files of tests into at most ``count`` shares that take about as long each.
+    """Divide test files into at most ``count`` shares of about equal duration.
 
     Args:
-        tests: file -> how many tests it has.
-        seconds: file -> how long it took last. The others count by their numbers of tests.
-        count: how many shares.
+        tests: file -> number of its tests.
+        seconds: file -> its last duration. Durations of other files are estimated from their number of tests.
+        count: largest number of shares.
     """
     known = sum(seconds[file] for file in tests if file in seconds)
     counted = sum(number for file, number in tests.items() if file in seconds)
@@ -62,19 +62,19 @@ def shares_of(tests: Mapping[str, int], seconds: Mapping[str, float], count: int
 
 
 class Tests:
-    """Settings for the tests of all parts, and the processes of pytest that run them.
+    """Settings for the tests of all parts, which also run the pytest processes.
 
     Args:
         root: the project.
-        processes: over how many processes of pytest the files of tests are shared out.
-        measured: whether they run under coverage, which takes a quarter of the time.
+        processes: number of pytest processes over which the test files of a part are split.
+        measured: whether tests run under coverage, which takes a quarter of the time.
         build: folder below ``root`` for data and reports.
-        variables: further variables of the environment.
-        files: the tests that were asked for; None for all.
-        timeout: seconds that one process may take.
+        variables: further environment variables.
+        files: the requested tests; None for all.
+        timeout: time limit in seconds of one process.
 
     Attributes:
-        ran: folders and files that pytest was given, in any part.
+        ran: folders and files that were passed to pytest, in any part.
         stopped: whether the run was interrupted.
     """
 
@@ -99,21 +99,21 @@ class Tests:
         self.stopped = False
 
     def environment(self, variables: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a process, with ``variables``. Each of hundreds of processes would compile the
-        sources anew where it may not write them."""
+        """Return the environment of a process, with ``variables``. Python may write bytecode: otherwise each of
+        hundreds of processes would compile the sources again."""
         inherited = {name: x for name, x in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         return {**inherited, **self.variables, **variables}
 
     def unmeasured(self) -> Tests:
-        """Return the same settings, without coverage."""
+        """Return a copy of the settings, without coverage."""
         other = copy.copy(self)
         other.measured = False
         return other
 
     def run(self, row: Row, folders: list[str], variables: Mapping[str, str], command: list[str], part: Part) -> None:
-        """Run pytest on ``folders`` under coverage and count; data and reports go to a folder of this part.
+        """Run pytest on ``folders`` under coverage, and add the counts to ``row``.
 
-        ``command`` starts Python.
+        Data and reports go to a folder of the part. ``command`` starts Python.
         """
         output = self.build / row.backend
         seconds = junit.seconds_of_files(self.root, output)
@@ -126,7 +126,7 @@ class Tests:
         shares = self._shares(folders, environment, command, seconds, part)
         reports = [output / f"junit-{n}.xml" for n in range(len(shares))]
         part.watch([report.with_suffix(".events") for report in reports])
-        # One log at a time, so that the output of several processes does not mix.
+        # Several processes get separate logs, so that their output does not mix.
         log = part.log if len(shares) == 1 else None
         with ThreadPoolExecutor(len(shares)) as threads:
             problems = threads.map(partial(self._pytest, environment, command, log), shares, reports)
@@ -140,7 +140,7 @@ class Tests:
             else:
                 row.problem = row.problem or "pytest wrote no report"
         if not row.passed:
-            row.problem = row.problem or "no test ran"  # skipped ones show nothing
+            row.problem = row.problem or "no test ran"  # skipped tests prove nothing
 
     def _shares(
         self,
@@ -150,7 +150,7 @@ class Tests:
         seconds: Mapping[str, float],
         part: Part,
     ) -> list[list[str]]:
-        """Collect the files of tests below ``folders``, in shares that take about as long each."""
+        """Collect the test files below ``folders``, and return shares of about equal duration."""
         if self.processes == 1 or any("::" in folder for folder in folders):
             return [folders]
         part.doing("collecting")
@@ -162,7 +162,7 @@ class Tests:
     def _pytest(
         self, environment: dict[str, str], command: list[str], log: TextIO | None, tests: list[str], report: Path
     ) -> str:
-        """Run ``tests`` in one process of pytest, with ``log`` or one of its own. Returns the problem."""
+        """Run ``tests`` in one pytest process, with ``log`` or its own log. Return the problem or an empty string."""
         events = ["-p", "ci.progress", "--progress", str(report.with_suffix(".events"))]
         pytest = ["-m", "pytest", "-q", *events, f"--junitxml={report}", *tests]
         own = report.with_suffix(".txt")

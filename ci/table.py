@@ -2,13 +2,13 @@
 
     make test && make readme-table        # or: ci/torch-cpu && python3 ci/table.py
 
-Takes the rows of ``build/gate/table.json`` over into ``ci/last_results.json``, where each backend keeps the result of
-its last run, and writes the section between the two markers in README.md from that file and from the reports in
-``ci/hardware/``. Both are committed. Rows are not taken over of gates that failed or were left out, of runs of some
-tests only, and of a ``hyper_parallel/`` that is not the committed one: the command then ends with an error that names
-them. So it does when a row that stays is of other code than the commit. Rows of real devices are shown from their
-reports only, which name the device. Rows of ``make test TORCH=``, with another release of torch than the pinned one,
-make a table in docs/gates.md. ``--check`` changes nothing and ends with an error when one of the pages is out of date.
+Copies the rows of ``build/gate/table.json`` to ``ci/last_results.json``, where each backend keeps the result of its
+last run. Then writes the section between the two markers in README.md, from that file and from the reports in
+``ci/hardware/``. Both are committed. Some rows are refused: of gates that failed or were left out, of runs of only some
+tests, and of a ``hyper_parallel/`` that differs from the committed one. The command then ends with an error that names
+them. It also does so if an older row that stays is of other code than the commit. Rows of real devices come only from
+their reports, which name the device. Rows of ``make test TORCH=``, with another release of torch than the pinned one,
+make a table in docs/gates.md. ``--check`` changes nothing, and ends with an error if one of the pages is out of date.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ GATES = Path("docs") / "gates.md"
 BEGIN_RELEASES = "<!-- made by ci/table.py from ci/last_results.json: do not edit -->"
 END_RELEASES = "<!-- end of releases -->"
 OTHER_CODE = "the hyper_parallel/ that ran is not that of HEAD"
-#: Said after rows of other code.
+#: Message after rows of other code.
 REMEDY = (
     "The README's table has to be of the committed hyper_parallel/. Commit its changes, or undo them, and run the "
     "gates again: make test && make readme-table"
 )
-#: The rows that are shown, in this order: (backend, device) -> how it runs there.
+#: Rows of the table, in this order: (backend, device) -> how its tests run.
 SHOWN = {
     ("torch-cpu", "CPU"): "gloo; conformance suite on 1 to 4 ranks, `tests/torch`",
     ("mindspore", "CPU"): "mccl; conformance suite on 1 to 4 ranks, `tests/mindspore`",
@@ -51,7 +51,7 @@ SHOWN = {
         "dtypes, placements, collectives; `tests/fake_cuda`"
     ),
 }
-#: Features that only hardware can show: (backend, device) -> how it would run there.
+#: Rows that need hardware: (backend, device) -> how their tests would run.
 ON_HARDWARE = {
     ("torch-cuda", "GPU"): "nccl, and gloo where ranks share a GPU; conformance suite, `tests/torch`, `tests/cuda`",
     ("torch-npu", "NPU"): "hccl; conformance suite, `tests/torch`, `tests/npu`",
@@ -60,8 +60,8 @@ ON_HARDWARE = {
 
 
 def merge(last: list[Row], new: list[Row]) -> list[Row]:
-    """The rows of ``last``, those replaced that ``new`` has too; only those named in `SHOWN`, and in its order. Those
-    of other releases of torch come after them, the newest first."""
+    """Return the rows of ``last``, updated with those of ``new``. Only rows in `SHOWN` stay, in that order. Rows of
+    other releases of torch come after them, the newest release first."""
     found = {(row.backend, row.device, row.torch): row for row in [*last, *new]}
     others = [row for row in found.values() if row.torch and (row.backend, row.device) in SHOWN]
     others.sort(key=lambda row: [int(number) for number in row.torch.split(".")], reverse=True)
@@ -70,10 +70,10 @@ def merge(last: list[Row], new: list[Row]) -> list[Row]:
 
 
 def refusal(row: Row, committed: str) -> str:
-    """Why the README cannot show a row that was just made, or nothing.
+    """Return why the README cannot show a row of the last run, or an empty string.
 
     Args:
-        row: of the last run.
+        row: row of the last run.
         committed: git's id of the committed ``hyper_parallel/``.
     """
     if row.verdict != "ok":
@@ -84,16 +84,16 @@ def refusal(row: Row, committed: str) -> str:
 
 
 def is_of_other_code(row: Row, committed: str) -> bool:
-    """Return whether a row is not known to be of the committed ``hyper_parallel/``."""
+    """Return whether a row is of other code than the committed ``hyper_parallel/``, or of unknown code."""
     return not committed or row.tree != committed
 
 
 def section(rows: list[Row], hardware: list[dict]) -> str:
-    """The section of the README, without its markers.
+    """Return the section of the README, without its markers.
 
     Args:
-        rows: of ``ci/last_results.json``.
-        hardware: the reports in ``ci/hardware/``.
+        rows: rows of ``ci/last_results.json``.
+        hardware: reports in ``ci/hardware/``.
     """
     ran = {(row.backend, row.device): row for row in rows if not row.torch}
     lines = [
@@ -103,7 +103,7 @@ def section(rows: list[Row], hardware: list[dict]) -> str:
     for (backend, device), how in SHOWN.items():
         row = ran.get((backend, device))
         lines.append(_line(row, device, how) if row else _missing(backend, device, how, "not yet"))
-    hardware = sorted(hardware, key=lambda report: report["row"]["date"])  # the newest one is shown
+    hardware = sorted(hardware, key=lambda report: report["row"]["date"])  # later ones replace earlier ones
     reports = {(report["backend"], report["device"]): report for report in hardware}
     for (backend, device), how in ON_HARDWARE.items():
         report = reports.get((backend, device))
@@ -127,11 +127,11 @@ def _missing(backend: str, device: str, how: str, word: str) -> str:
 
 
 def releases(root: Path, rows: list[Row]) -> str:
-    """The table of releases of torch, without its markers: the pinned ones, and those that ``make test TORCH=`` ran.
+    """Return the table of torch releases, without its markers: the pinned releases, and those of ``make test TORCH=``.
 
     Args:
         root: the project, for its pins.
-        rows: of ``ci/last_results.json``.
+        rows: rows of ``ci/last_results.json``.
     """
     lines = ["| backend | torch | passed | failed | skipped | run |", "|---|---|---:|---:|---:|---|"]
     tried = {row.backend for row in rows if row.torch}
@@ -145,16 +145,16 @@ def releases(root: Path, rows: list[Row]) -> str:
 
 
 def _pinned(root: Path, backend: str) -> str:
-    """The release of torch that the gate of a backend has."""
+    """Return the release of torch that is pinned for the gate of a backend."""
     pins = (root / "platform" / backend / "requirements.txt").read_text(encoding="utf-8")
     return re.findall(r"^torch==([\d.]+)", pins, re.MULTILINE)[0]
 
 
 def with_section(page: str, text: str, begin: str = BEGIN, end: str = END) -> str:
-    """``page`` with ``text`` between its markers.
+    """Return ``page`` with ``text`` between its markers.
 
     Raises:
-        SystemExit: when it does not have each marker once.
+        SystemExit: unless the page has each marker once.
     """
     if page.count(begin) != 1 or page.count(end) != 1:
         raise SystemExit(f"the page must have these lines once each:\n{begin}\n{end}")
@@ -163,12 +163,12 @@ def with_section(page: str, text: str, begin: str = BEGIN, end: str = END) -> st
 
 
 def hardware_reports(root: Path) -> list[dict]:
-    """The reports in ``ci/hardware/``."""
+    """Return the reports in ``ci/hardware/``."""
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((root / "ci" / "hardware").glob("*.json"))]
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--check", action="store_true", help="only see whether the pages are as they must be")
@@ -190,7 +190,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _pages(root: Path, rows: list[Row]) -> dict[Path, str]:
-    """The pages with tables of ``rows``, as they must be."""
+    """Return the pages with tables of ``rows`` -> their new text."""
     readme, gates = root / "README.md", root / GATES
     pages = {readme: with_section(readme.read_text(encoding="utf-8"), section(rows, hardware_reports(root)))}
     if gates.exists():
@@ -200,7 +200,7 @@ def _pages(root: Path, rows: list[Row]) -> dict[Path, str]:
 
 
 def _renewed(root: Path, last: list[Row]) -> tuple[list[Row], list[str]]:
-    """The rows that result from ``last`` and the last run of the gates, and the problems of that run."""
+    """Return the rows of ``last`` updated with the last run of the gates, and the problems of that run."""
     committed = results.committed_tree(root)
     new = results.read(root / "build" / "gate" / "table.json")
     refused = {row.name: reason for row in new if (reason := refusal(row, committed))}

@@ -1,4 +1,4 @@
-"""Count wordings that make readers read twice, by rule and file, and refuse a change that adds some.
+"""Count wordings that make people read twice, by rule and file, and refuse a change that adds more.
 
     python3 ci/wording.py                 compare with ci/wording.json; exit status 1 where a count has risen
     python3 ci/wording.py --list RULE     print the places, as FILE:LINE: TEXT
@@ -6,7 +6,7 @@
     python3 ci/wording.py --sample SEED   print 40 docstrings of the library and 40 messages, to be read with fresh eyes
 
 The rules are in `RULES`. Python files are read by their syntax tree, pages of the documentation as text. A file without
-a record has to have no offence. A count that fell has to be recorded, so that it cannot rise again.
+a record must have no offence. A count that has fallen must be recorded, so that it cannot rise again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ READ = (
     "CONTRIBUTING.md",
     "SECURITY.md",
 )
-#: Files that have to name the words.
+#: Files that must contain the words of the rules.
 EXCEPT = ("ci/wording.py", "tests/unit/test_wording.py")
-#: Most words of a sentence in a docstring.
+#: Largest number of words of a sentence in a docstring.
 MOST_WORDS = 20
 
-#: Rule -> what is asked for.
+#: Rule -> its text for messages.
 RULES = {
     "openings": "a docstring begins with a verb or a noun, not with What, That, Those, Of, Which or Whether",
     "clauses": "a relative clause has its noun: 'unsharded parameters', not 'what is not sharded'",
@@ -96,7 +96,7 @@ def offences(path: Path) -> Iterator[tuple[str, int, str]]:
 
 
 def _prose(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of comments and literals, where people read words."""
+    """Yield the line and the text of each comment and literal."""
     literals = (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING))
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type in literals:
@@ -113,7 +113,7 @@ def _docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def count(root: Path) -> Counts:
-    """Return how many offences each file has, by rule."""
+    """Return the number of offences in each file, by rule."""
     found: dict[str, Counter[str]] = {rule: Counter() for rule in RULES}
     for path in files(root):
         for rule, _, _ in offences(path):
@@ -125,8 +125,8 @@ def compare(recorded: Counts, found: Counts) -> list[str]:
     """Return a line for each count that differs from the record.
 
     Args:
-        recorded: counts by rule and file; a file that is missing has none.
-        found: counts of today.
+        recorded: counts by rule and file; a missing file has no offences.
+        found: the present counts.
     """
     problems = []
     for rule in RULES:
@@ -140,7 +140,7 @@ def compare(recorded: Counts, found: Counts) -> list[str]:
 
 
 def sample(root: Path, seed: int, count: int = 40) -> Iterator[str]:
-    """Yield docstrings of the library and messages that it raises, ``count`` of each, drawn with a seed."""
+    """Yield random docstrings of the library and random messages of its errors, ``count`` of each."""
     sys.path.insert(0, str(root))
     from ci.error_table import texts  # the other uses do without
 
@@ -156,7 +156,7 @@ def sample(root: Path, seed: int, count: int = 40) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--root", type=Path, default=ROOT, help="the project")
     parser.add_argument("--list", choices=RULES, metavar="RULE", help=f"print the places of one of: {', '.join(RULES)}")

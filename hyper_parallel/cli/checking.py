@@ -1,4 +1,4 @@
-"""``hyper-parallel check``: which lines of a model compute something else under a plan than on one device."""
+"""``hyper-parallel check``: find lines of a model that compute other values under a plan than on one device."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ __all__ = ["run"]
 
 
 def run(given: argparse.Namespace) -> int:
-    """Print the findings. Returns 1 where one is certain and its value is used, or a key of the plan matches no module.
-    So it does where executed ranks differ from one device.
+    """Print the findings and return the exit status: 1 for a problem, else 0.
+
+    Problems are a certain finding whose value is used, and a key of the plan that matches no module. Executed ranks
+    that differ from one device are a problem too.
 
     Raises:
-        UsageError: for arguments that do not go together.
+        UsageError: for arguments that cannot be combined.
     """
     if given.execute and given.model in MODELS:
         raise UsageError(
@@ -50,7 +52,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _executed(given: argparse.Namespace, mesh: dict[str, int], inputs: list[Any]) -> Any:
-    """Compare a step on as many local ranks as ``mesh`` has with one device. The findings are known already."""
+    """Compare a step on one device with a step on as many local processes as ``mesh`` has ranks. Plain code is not
+    searched again: `run` has its findings already."""
     from hyper_parallel.testing.plan_check import check_plan  # which starts processes, and needs more imports
 
     platform = get_platform()
@@ -66,7 +69,7 @@ def _executed(given: argparse.Namespace, mesh: dict[str, int], inputs: list[Any]
 
 
 def _values(shape: tuple[int, ...], floating: bool) -> Any:
-    """Numbers for an input: of integers 0 and 1, which are tokens of every vocabulary."""
+    """Return random values for an input. Integers are 0 and 1, which are tokens of every vocabulary."""
     draw = np.random.default_rng(0)
     return draw.standard_normal(shape).astype(np.float32) if floating else draw.integers(0, 2, shape)
 
@@ -78,7 +81,7 @@ def _absolute(text: str) -> str:
 
 @dataclass
 class _Model:
-    """A function that makes the model in another process."""
+    """A picklable function that makes the model in another process."""
 
     text: str
     dtype: str | None
@@ -92,7 +95,7 @@ class _Model:
 
 @dataclass
 class _Plan:
-    """A function that applies the plan in another process."""
+    """A picklable function that applies the plan in another process."""
 
     text: str
 

@@ -1,6 +1,6 @@
-"""Notes that `api_table` cannot work out: additions, differences on purpose, and gaps.
+"""Notes that `api_table` cannot derive: additions, intended differences, and gaps.
 
-Keys are names as torch has them, without the module.
+Keys are torch's names, without the module.
 """
 
 from __future__ import annotations

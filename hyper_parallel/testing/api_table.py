@@ -23,13 +23,13 @@ END = "<!-- end -->"
 
 
 class Row(NamedTuple):
-    """One name.
+    """A row of the table: one public name.
 
     Attributes:
-        theirs: module of torch's and name there.
-        ours: how to get it here, None where there is none.
-        missing: keywords that it does not take here.
-        further: keywords that it takes here besides.
+        theirs: module and name in torch.
+        ours: name in this library, None where it has none.
+        missing: torch's keywords that this library does not take.
+        further: keywords that only this library takes.
         state: ``"same"``, ``"more"``, ``"differs"`` or ``"not here"``.
         why: the addition or difference, or the name that is used instead.
     """
@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
 
 def rows() -> list[Row]:
-    """Every public name of the installed torch."""
+    """Return a row for each public name of the installed torch."""
     from hyper_parallel.testing.adapters.torch_api import public_names
 
     return [_row(each) for each in public_names()]
@@ -67,7 +67,7 @@ def _row(known: Any) -> Row:
 
 
 def _find(name: str) -> tuple[str, Any, bool]:
-    """The module of a name here, its object, and whether it is there."""
+    """Return the full name in this library, the object, and whether the name exists."""
     top, _, attribute = name.partition(".")
     place = next((each for each in (hyper_parallel, experimental) if top in each.__all__), None)
     if place is None:
@@ -85,7 +85,7 @@ def _find(name: str) -> tuple[str, Any, bool]:
     return home, getattr(member, "__func__", member), True
 
 
-#: Attributes of instances, which classes do not have.
+#: Attributes that only instances have, not their classes.
 _ATTRIBUTES = {
     "DeviceMesh": ("device_type", "mesh_dim_names", "ndim", "shape"),
     "Partial": ("reduce_op",),
@@ -103,7 +103,7 @@ def _keywords(value: Any) -> tuple[str, ...] | None:
     except (TypeError, ValueError):
         return None
     names = [name for name in parameters if name not in ("self", "cls", "args", "kwargs") and name[0] != "_"]
-    if "options" in names:  # those of the factories
+    if "options" in names:  # the keywords of tensor factories
         names = [name for name in names if name != "options"] + list(_FACTORY_OPTIONS)
     return tuple(names)
 
@@ -112,7 +112,7 @@ _FACTORY_OPTIONS = ("dtype", "layout", "device", "requires_grad", "device_mesh",
 
 
 def unexplained(found: Sequence[Row]) -> list[str]:
-    """Names and keywords that are missing, and of which nothing is said."""
+    """Return a line for each missing name, and for each missing keyword, that no note explains."""
     wrong = [f"{'.'.join(row.theirs)} is not here" for row in found if row.state == "not here" and not row.why]
     for row in found:
         untold = [key for key in row.missing if f"`{key}`" not in row.why]
@@ -122,7 +122,7 @@ def unexplained(found: Sequence[Row]) -> list[str]:
 
 
 def table(found: Sequence[Row]) -> str:
-    """The rows in Markdown, a table for each module."""
+    """Return the rows in Markdown, with a table for each module."""
     lines: list[str] = []
     module = ""
     for row in found:
@@ -135,13 +135,13 @@ def table(found: Sequence[Row]) -> str:
 
 
 def with_table(page: str, found: Sequence[Row]) -> str:
-    """The page with the table of these rows between its marks."""
+    """Return the page with the table of ``found`` between its marks."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or write it into a page; 1 where something is missing without an explanation."""
+    """Print the table, or write it into a page. Return 1 if anything is missing without an explanation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", metavar="PAGE", type=Path, help="a page with the marks of the table")
     options = parser.parse_args(arguments)

@@ -1,7 +1,6 @@
-"""A parallelised model compared with the single device's: code that the conformance suite and ``hyper-parallel test``
-share.
+"""Comparison of a parallelised model with the same model on one device.
 
-It needs no pytest.
+The conformance suite and ``hyper-parallel test`` share this code. It needs no pytest.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ TOLERANCE = 2e-5
 
 
 def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None:
-    """Raise AssertionError unless the arrays agree: norm of the difference against the norm of ``wanted``.
+    """Raise AssertionError unless the norm of the difference is small relative to the norm of ``wanted``.
 
-    Values are of order one throughout the suite: where a part of a result is zero, rounding is measured against 0.01.
+    Values in the suite are of order one. Where ``wanted`` is near zero, the difference is measured against 0.01.
     """
     got, wanted = np.asarray(got), np.asarray(wanted)
-    if got.shape != wanted.shape:  # no assert statement: `python -O hyper-parallel test` is to check as well
+    if got.shape != wanted.shape:  # no assert statement, because `python -O hyper-parallel test` must check too
         raise AssertionError(f"{what}: shape {got.shape}, wanted {wanted.shape}")
     if wanted.size == 0:
         return
@@ -50,7 +49,7 @@ def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None
 
 
 def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:
-    """The local array of a tensor with value ``x`` on this rank: for `Partial`, summands that differ per rank.
+    """Return this rank's local array of a tensor with value ``x``. For `Partial`, summands differ between ranks.
 
     ``rng`` must be in the same state on every rank.
     """
@@ -61,7 +60,7 @@ def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndar
             mine = summands(mine, mesh.shape[mesh_dim], rng)[mesh.get_coordinate()[mesh_dim]]
         elif placement.is_partial():
             raise ValueError(f"no summands for {placement}")
-    # Summands are drawn for the whole tensor, so that ranks that hold the same part draw the same.
+    # Summands are drawn for the full tensor, so that ranks that hold the same shard draw the same numbers.
     return np.ascontiguousarray(mine[layout.local_index()])
 
 
@@ -75,19 +74,19 @@ def compare(
     gives: Any = None,
     distributed_input: bool = False,
 ) -> dict[str, dict[str, int]]:
-    """Parallelise a model and compare one forward and backward with the unsharded one.
+    """Parallelise a model, and compare one forward and backward with the unsharded model.
 
     Args:
-        build: ``build(adapter)`` makes the model; called twice, the weights are loaded after.
+        build: ``build(adapter)`` makes the model. It is called twice; the weights are loaded afterwards.
         plan: the plan.
-        array: the whole input.
+        array: the full input.
         mesh: 1-D mesh.
-        takes: placement with which the model is given its input as a plain local tensor; None: the whole of it.
-        distributed_input: give the input as a DTensor placed so instead.
-        gives: placement of the plain local output; None: the whole of it.
+        takes: placement of the input, which the model gets as a plain local tensor; None for replicated.
+        distributed_input: whether the model gets the input as a DTensor with placement ``takes`` instead.
+        gives: placement of the plain local output; None for replicated.
 
     Returns:
-        Collectives in forward and in backward.
+        Numbers of collectives in forward and in backward.
     """
     adapter = get_adapter()
     single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
@@ -131,22 +130,22 @@ def compare(
 
 
 def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
-    """Return the index of this rank's part in the array of a tensor."""
+    """Return the index of this rank's shard in the array of a full tensor."""
     return get_layout(mesh, (placement,), shape).local_index()
 
 
 def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:
-    """Subtract the earlier counts from the later ones; names without any are left out."""
+    """Subtract earlier counts from later ones. Names with a difference of zero are left out."""
     return {k: n - less.get(k, 0) for k, n in more.items() if n > less.get(k, 0)}
 
 
 def floats(*shape: int) -> np.ndarray:
-    """The same numbers of order one on every rank."""
+    """Return random numbers of order one, the same on every rank."""
     return np.random.default_rng(7).standard_normal(shape).astype(np.float32)
 
 
 def block_plan(local_between: bool) -> dict[str, Any]:
-    """Sequence-parallel Llama block."""
+    """Return the plan of a sequence-parallel Llama block."""
     into = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
     return {
         "": PrepareModuleInputOutput(
@@ -167,7 +166,7 @@ def block_plan(local_between: bool) -> dict[str, Any]:
 
 @spmd.on_mesh()
 def block(mesh: Any, local_between: bool, length: int) -> Any:
-    """`compare` of a Llama block by `block_plan`."""
+    """Return the result of `compare` for a Llama block with `block_plan`."""
     return compare(
         lambda adapter: adapter.Block(24, 36, 2),
         block_plan(local_between),

@@ -1,7 +1,7 @@
-"""The extent of a test run: the tests of the gate, which judge a change in minutes, or all of them.
+"""Extent of a test run: the gate's tests, which judge a change in minutes, or all tests.
 
-A test or a row of its parameters that only the nightly run takes carries the marker ``nightly``. `everything` tells a
-test how many rows to draw. docs/gates.md says which tests are nightly, and why.
+The marker ``nightly`` is on tests, or rows of their parameters, that only the nightly run executes. Tests ask
+`everything` to decide how many rows to draw. docs/gates.md lists the nightly tests, with reasons.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 
 __all__ = ["MARKER", "VARIABLE", "everything", "in_gate", "keep_the_gate", "on_ranks"]
 
-#: Set to run all tests.
+#: Environment variable that makes a run execute all tests.
 VARIABLE = "HYPER_PARALLEL_NIGHTLY"
-#: The marker, as pytest wants it declared.
+#: Declaration of the marker for pytest.
 MARKER = "nightly: left out by `make test`, run by `make nightly`"
 
 
 def everything() -> bool:
-    """Return whether this run takes the nightly tests too."""
+    """Return whether this run includes the nightly tests."""
     return bool(os.environ.get(VARIABLE))
 
 
 def keep_the_gate(config: Any, items: list[Any]) -> None:
-    """Deselect the nightly tests among ``items``, unless `everything` runs or a test was asked for by name.
+    """Deselect the nightly tests among ``items``, unless all tests run or a test was requested by name.
 
     Args:
         config: the ``pytest.Config`` of the run.
@@ -39,18 +39,18 @@ def keep_the_gate(config: Any, items: list[Any]) -> None:
 
 
 def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") -> Any:
-    """Decorate a test that runs once on each of ``sizes`` ranks, one of them in the gate.
+    """Decorate a test that runs once for each number of ranks in ``sizes``. One run is in the gate.
 
-    The gate takes three ranks where the test has them: three divide few sizes, so shards are uneven or empty, and
-    first, middle and last rank differ. Else it takes the largest size. The other sizes are nightly.
+    The gate runs three ranks if ``sizes`` has 3. Three divides few sizes, so shards are uneven or empty, and first,
+    middle and last rank differ. Otherwise the gate runs the largest size. The other sizes are nightly.
 
     Args:
         sizes: numbers of ranks.
-        gate: those that the gate takes instead.
+        gate: numbers that the gate runs instead.
         name: parameter of the test.
 
     Returns:
-        The mark of pytest that parametrizes the test.
+        A mark of pytest that parametrizes the test.
     """
     import pytest
 
@@ -58,15 +58,15 @@ def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") 
 
 
 def in_gate(values: Iterable[Any], gate: Collection[Any], *, unpack: bool = False) -> list[Any]:
-    """Return ``values`` as rows of a parameter, of which the gate takes those in ``gate``; the others are nightly.
+    """Return ``values`` as rows of a parameter. Rows in ``gate`` run in the gate; the other rows are nightly.
 
     Args:
         values: all rows.
-        gate: those that the gate takes.
+        gate: rows that run in the gate.
         unpack: whether each value is a tuple for several parameters.
 
     Raises:
-        ValueError: if ``gate`` names a value that is not there.
+        ValueError: if ``gate`` has a value that is not in ``values``.
     """
     import pytest
 

@@ -1,4 +1,4 @@
-"""Indexes of checkpoints that tests change."""
+"""Changes to the indexes of checkpoints, for tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["change_index"]
 def change_index(
     checkpoint: Path, change: Callable[[dict[str, Any]], Any], write: Callable[[str], str] = lambda text: text
 ) -> None:
-    """Change the index of a checkpoint, and give it the checksum of its new content.
+    """Change the index of a checkpoint, and update its checksum.
 
     Args:
-        checkpoint: its directory.
-        change: changes the parsed index.
-        write: changes the text of the index after that.
+        checkpoint: directory of the checkpoint.
+        change: function that changes the parsed index in place.
+        write: function that changes the serialized index afterwards.
     """
     path = checkpoint / "index.json"
     content = json.loads(path.read_text())

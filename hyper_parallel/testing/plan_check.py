@@ -1,4 +1,4 @@
-"""`check_plan`: whether a model under its plan computes the results of one device, on ranks of this machine."""
+"""`check_plan`: compare a model under its plan, on local ranks, with the same model on one device."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ __all__ = ["PlanCheck", "check_plan", "compare_on_ranks", "verdict_of"]
 
 @dataclass
 class PlanCheck:
-    """Result of `check_plan`; ``str`` and ``print`` show it. It is true where the plan is right.
+    """Result of `check_plan`; ``str`` and ``print`` show it. It is true if the plan is right.
 
     Attributes:
-        ranks: how many there were.
-        differences: ``"output"``, ``"loss"``, ``"gradient of PATH"`` -> the largest difference between the rank's value
-            and the single device's, relative to the largest number of that; infinity for another shape, or none.
-        tolerance: up to which they count as equal.
-        first_module: the first module in the order of calls whose output differs; None where none does, or where its
-            output cannot be compared because it is some part of the single device's that no layout names.
-        communicates: collectives of a step.
-        not_compared: of a wrong plan, the modules that were called before that one and whose output is such a part.
+        ranks: number of ranks.
+        differences: ``"output"``, ``"loss"``, ``"gradient of PATH"`` -> the largest difference from the single device,
+            relative to the single device's largest number; infinity for a missing value or another shape.
+        tolerance: largest difference that counts as equal.
+        first_module: first module, in the order of calls, whose output differs. None where no output differs, and where
+            the output cannot be compared, because it is a plain shard of unknown layout.
+        communicates: numbers of collectives in a step, by kind.
+        not_compared: for a wrong plan, earlier modules whose outputs are such plain shards.
         plain_code: findings in the code between styled modules, a line each; see `check_plain_code`. A plan with such
-            findings is wrong, also where this sample does not show it.
-        not_followed: operations there of which nothing is known, by name -> how often.
+            findings is wrong, even if this sample does not show it.
+        not_followed: operations in that code that the check does not know, by name -> number of calls.
     """
 
     ranks: int
@@ -58,18 +58,18 @@ class PlanCheck:
 
     @property
     def wrong(self) -> dict[str, float]:
-        """Entries of `differences` that are too large."""
+        """Entries of `differences` above the tolerance."""
         return {name: d for name, d in self.differences.items() if not d <= self.tolerance}
 
     def __bool__(self) -> bool:
         return not self.wrong and not self.plain_code
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for JSON."""
+        """Return the report as a dict for JSON."""
         return {**asdict(self), "right": bool(self), "wrong": self.wrong}
 
     def to_json(self) -> str:
-        """`as_dict` as JSON."""
+        """Return `as_dict` as JSON."""
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -109,24 +109,24 @@ def check_plan(
 ) -> PlanCheck:
     """Check that a model under its plan computes the results of one device: output, loss, and every gradient.
 
-    As many local processes as the mesh has ranks are started on the CPU. Model, plan, sample and loss are sent to them
-    by pickle: classes and functions must be importable there. Lambdas and definitions in ``__main__`` are not. A
-    program that calls it at its top level needs ``if __name__ == "__main__":``.
+    The check starts a local CPU process for each rank of the mesh. It sends model, plan, sample and loss by pickle.
+    So their classes and functions must be importable: lambdas and definitions in ``__main__`` are not. A program that
+    calls `check_plan` at its top level needs ``if __name__ == "__main__":``.
 
     Args:
-        model: module of the selected framework on the CPU, with values and without a plan; or a function that makes
-            it, which every rank calls after seeding the framework's generator.
-        mesh: as for `explain`; a few ranks show the same as many.
-        plan: as for `explain`.
-        sample, kwargs: inputs of the whole model, on one device and on every rank: tensors, or arrays of NumPy.
+        model: module of the selected framework on the CPU, with values and without a plan. Or a function that makes
+            one; every rank calls it after seeding the framework's generator.
+        mesh: see `explain`. A few ranks are enough.
+        plan: see `explain`.
+        sample, kwargs: inputs of the full model, as tensors or NumPy arrays. One device and every rank get the same.
         loss: ``loss(output)``, a scalar; by default the sum of the squares of the output.
         tolerance: the largest difference, relative to the largest number of a tensor, that still counts as rounding.
-        platform: name of the backend of the processes; None is the selected one's.
-        prove: also follow the code between styled modules, see `check_plain_code`: a finding names the line of the
-            program, and does not depend on the values of the sample.
+        platform: name of the backend of the processes; None for the selected backend.
+        prove: whether to also follow the code between styled modules, see `check_plain_code`. A finding names the line
+            of the program, and does not depend on the values of the sample.
 
     Raises:
-        JobError: where the plan is refused, or a rank fails: with the tracebacks of all ranks.
+        JobError: if the plan is refused, or a rank fails; the error has the tracebacks of all ranks.
         TypeError: for an argument that cannot be pickled.
 
     Example:
@@ -140,7 +140,7 @@ def check_plan(
     if not callable(model):
         raise TypeError(f"check_plan takes a model, or a function that makes one, got {type(model).__name__}")
     shape, names = mesh_of(mesh)
-    # As plain bytes: the pool's own pickler would hand over memory that one process alone can take.
+    # Pickled to bytes here, because the pool's own pickler would pass shared memory, which only one process can take.
     try:
         sent = pickle.dumps((model, plan, sample, kwargs, loss, prove))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -154,7 +154,7 @@ def check_plan(
 
 
 def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
-    """Combine the findings of all ranks.
+    """Combine the findings of all ranks into a `PlanCheck`.
 
     Args:
         found: the findings of `compare_on_ranks` on each rank.
@@ -176,10 +176,11 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
 def compare_on_ranks(
     shape: tuple[int, ...], names: tuple[str, ...], sent: bytes
 ) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int], list[str], dict[str, int]]:
-    """Return the findings of one rank. They are `PlanCheck.differences`, and the differences of the modules' outputs.
-    Then come the modules in the order of calls, and the number of collectives of each kind. The last two are
-    `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is the pickled rest of the arguments of
-    `check_plan`."""
+    """Compare one rank with one device, and return its findings as a tuple of six.
+
+    They are `PlanCheck.differences`, the differences of the modules' outputs, and the modules in the order of calls.
+    Then come the numbers of collectives by kind, `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is the
+    pickled rest of the arguments of `check_plan`."""
     platform = get_platform()
     platform.manual_seed(0)
     model, plan, sample, kwargs, loss, prove = pickle.loads(sent)
@@ -188,7 +189,7 @@ def compare_on_ranks(
     ranks = np.arange(math.prod(shape)).reshape(shape)
     mesh = DeviceMesh(None, ranks, mesh_dim_names=names)
     reference = _step(copy.deepcopy(model), platform, sample, kwargs, loss)
-    with without_first_calls():  # which would refuse a wrong one
+    with without_first_calls():  # the check of first calls would refuse a wrong plan
         spread = apply_plan(model, mesh, plan)
     with CommTrace() as trace, check_plain_code(spread) if prove else nullcontext() as plain_code:
         found = _step(spread, platform, sample, kwargs, loss)
@@ -212,7 +213,7 @@ def compare_on_ranks(
 
 @dataclass
 class _Step:
-    """Values of one step, whole, as arrays."""
+    """Unsharded values of one step, as arrays."""
 
     output: Any
     loss: Any
@@ -268,7 +269,7 @@ def _squares(output: Any) -> Any:
 
 
 def _whole(x: Any, platform: Platform) -> Any:
-    """The whole tensor as an array of float64; None of none."""
+    """Return the full tensor as a float64 array, or None for None."""
     if x is None:
         return None
     if not platform.is_tensor(x):

@@ -1,13 +1,14 @@
-"""A pool of worker processes that stays up while pytest runs, one process a rank.
+"""A pool of worker processes, one for each rank, that stays up while pytest runs.
 
     results = pool.run(2, "hyper_parallel.testing.conformance.jobs.linear:column", 8, True)
 
-Starting four ranks takes seconds, a job milliseconds. Every job goes to all ranks of the pool, because making a process
-group takes all of them; `hyper_parallel.testing.spmd` gives the job a mesh over the first ``world_size`` of them.
+Starting four ranks takes seconds, running a job takes milliseconds. Every job goes to all ranks of the pool, because
+all ranks must take part in creating a process group. `hyper_parallel.testing.spmd` gives the job a mesh over the first
+``world_size`` ranks.
 
-A job that fails raises `JobError` here, with the tracebacks of all ranks that failed. If the ranks did not all fail in
-the same place, some may be left waiting in a collective: then, and when a job takes too long, the workers are killed,
-and the next job gets new ones. So a hang costs one test its time-out and nothing else.
+A failing job raises `JobError` in the parent, with the tracebacks of all ranks that failed. If the ranks did not all
+fail in the same place, some may still wait in a collective. In this case, and when a job exceeds its time limit, the
+workers are killed, and the next job gets new workers. So a hang costs one test its time-out and nothing else.
 """
 
 from __future__ import annotations
@@ -32,30 +33,31 @@ from typing import Any
 from hyper_parallel.platform.timeout import slowness
 from hyper_parallel.testing.worker import Failure, Settings, serve
 
-#: Ranks in the pool, and so the largest world that a test can have.
+#: Number of ranks in the pool, and so the largest world size of a test.
 SIZE = 4
-#: Limits in seconds, which only end hanging ranks. On a busy machine they are longer, by `slowness`.
+#: Limits in seconds, which only end hanging ranks. `slowness` extends them on a busy machine.
 START_TIMEOUT = 180.0
 JOB_TIMEOUT = 120.0
-#: Once one rank has failed, how long the others may go on: they may be waiting for it forever.
+#: Seconds that the other ranks may continue after one rank has failed: they may be waiting for it forever.
 GRACE = 5.0
-#: The time to end by themselves after that: enough for those that do not hang to save their coverage.
+#: Seconds to exit after that: enough for ranks that do not hang to save their coverage.
 GRACE_OF_HUNG = 4.0
-#: The time that all get in the end.
+#: Seconds to exit for all workers when the pool is closed.
 GRACE_OF_ALL = 30.0
-#: The first port that is asked for; those below are known by their usual services.
+#: First port that is tried; common services use the lower ports.
 FIRST_PORT = 10_000
-#: The frame below which a worker's stack is that of `multiprocessing`.
+#: Text that ends the job's part of a worker's stack; the frames below belong to `multiprocessing`.
 STACK_ENDS = " in serve\n"
-#: How much of a worker's own output an error message quotes, from the end.
+#: Number of last characters of a worker's output that an error message quotes.
 OUTPUT_QUOTED = 4000
 
 
 class JobError(Exception):
-    """A job failed on at least one rank.
+    """Raised for a job that failed on at least one rank.
 
     Attributes:
-        failures: the failure of each rank.
+        job: name of the job.
+        failures: the failure by rank, for the ranks that failed.
     """
 
     def __init__(self, job: str, failures: dict[int, Failure]) -> None:
@@ -64,7 +66,7 @@ class JobError(Exception):
         self.failures = failures
 
     def __str__(self) -> str:
-        """One section for each distinct failure, with the ranks that it happened on; hangs, its consequences, last."""
+        """Return a section for each distinct failure, with its ranks. Hangs come last, as consequences."""
         ranks_of: dict[str, list[int]] = {}
         for rank, failure in sorted(self.failures.items(), key=lambda item: (item[1].place == "hung", item[0])):
             ranks_of.setdefault(failure.text.strip(), []).append(rank)
@@ -74,7 +76,7 @@ class JobError(Exception):
 
 @dataclass
 class Worker:
-    """The parent's side of a worker process."""
+    """A worker process as the parent sees it: process, connection and log."""
 
     process: BaseProcess
     connection: Connection
@@ -82,13 +84,13 @@ class Worker:
     log_start: int = 0
 
     def output(self) -> str:
-        """Output of the worker to stdout and stderr since the current job began."""
+        """Return the worker's output to stdout and stderr since the current job started."""
         text = self.log.read_bytes()[self.log_start :].decode(errors="replace").strip()
         return f"\nits output:\n{text[-OUTPUT_QUOTED:]}" if text else ""
 
 
 class WorkerPool:
-    """Worker processes in one process group of the backend ``platform``; with None, without any framework or group.
+    """Worker processes in one process group of the backend ``platform``. With None they have no framework and no group.
 
     The workers start with the first job. Each of them calls ``first``, a ``"package.module:function"``, before it joins
     the group.
@@ -98,10 +100,10 @@ class WorkerPool:
         self.platform = platform
         self.size = size
         self.first = first
-        #: How many times workers have been started.
+        #: Number of times that workers have been started.
         self.starts = 0
         self._workers: list[Worker] = []
-        #: Why workers could not be started. They would not start for the next test either, at the same cost.
+        #: Error of a failed start. Later jobs raise it too, because another start would fail as slowly.
         self._cannot_start: JobError | None = None
         self._logs = tempfile.TemporaryDirectory(prefix="hyper-parallel-workers-")
 
@@ -115,10 +117,10 @@ class WorkerPool:
         """Call ``job(*args)`` on every rank and return the results of ranks 0 to ``world_size - 1``.
 
         Args:
-            world_size: how many ranks take part; the mesh of `hyper_parallel.testing.spmd.device_mesh` has that many.
+            world_size: number of ranks in `hyper_parallel.testing.spmd.device_mesh`, and of results.
             job: ``"package.module:function"``, or the function itself if a module holds it under its own name.
             args: picklable arguments, the same for every rank.
-            timeout: seconds until ranks that have not answered count as hung.
+            timeout: seconds after which ranks that have not answered count as hung.
 
         Raises:
             JobError: if the job failed, hung or died on any rank.
@@ -139,14 +141,14 @@ class WorkerPool:
         raise JobError(name, failures)
 
     def close(self, grace: float = GRACE_OF_ALL) -> None:
-        """Stop the workers and wait until they are gone. A later `run` starts new ones.
+        """Stop the workers and wait until they have exited. A later `run` starts new workers.
 
         Args:
-            grace: seconds after which those are killed that have not come to an end by themselves, on an idle machine.
+            grace: seconds after which workers that are still running are killed, on an idle machine.
         """
         workers, self._workers = self._workers, []
         for worker in workers:
-            worker.connection.close()  # a worker that waits for a job takes this as the end
+            worker.connection.close()  # a worker that waits for a job exits then
         deadline = time.monotonic() + grace * slowness()
         for worker in workers:
             worker.process.join(max(0, deadline - time.monotonic()))
@@ -155,7 +157,7 @@ class WorkerPool:
             worker.process.close()
 
     def _start(self) -> None:
-        """Start the workers; once more, on another port, if a stranger took the port in between."""
+        """Start the workers. Try once more, on another port, if another program took the port."""
         if self._cannot_start is None:
             failures = self._start_once()
             if any(re.search(r"(?i)address already in use|EADDRINUSE", failure.text) for failure in failures.values()):
@@ -166,7 +168,7 @@ class WorkerPool:
             raise self._cannot_start
 
     def _start_once(self) -> dict[int, Failure]:
-        """Start the workers and return the failures; if there are any, no worker is left."""
+        """Start the workers and return the failures by rank. After a failure no worker is left."""
         self.starts += 1
         context = prepared(self.platform)
         port = free_port()
@@ -188,7 +190,7 @@ class WorkerPool:
         """Send a task to every worker and return the outcome of each rank."""
         for worker in self._workers:
             worker.log_start = worker.log.stat().st_size
-            with suppress(OSError):  # it died since the last job, and `_collect` says so
+            with suppress(OSError):  # the worker died since the last job, and `_collect` reports it
                 worker.connection.send_bytes(task)
         return self._collect(timeout)
 
@@ -200,7 +202,7 @@ class WorkerPool:
         pending: dict[Any, int] = {worker.connection: rank for rank, worker in enumerate(self._workers)}
         while pending:
             ready = wait(list(pending), max(0, since + limit * slowness() - time.monotonic()))
-            if not ready and time.monotonic() > since + limit * slowness():  # it may have grown busier
+            if not ready and time.monotonic() > since + limit * slowness():  # the machine may have become busier
                 break
             for connection in ready:
                 rank = pending.pop(connection)
@@ -212,7 +214,7 @@ class WorkerPool:
         return outcomes
 
     def _receive(self, rank: int) -> Any:
-        """The outcome that a worker sent, or a failure in its place if it died."""
+        """Return the outcome that a worker sent, or a failure if it died."""
         worker = self._workers[rank]
         try:
             outcome = worker.connection.recv()
@@ -225,10 +227,10 @@ class WorkerPool:
         return outcome
 
     def _hung(self, ranks: list[int], seconds: float) -> dict[int, Failure]:
-        """Failures for ranks that gave no answer, with the stacks they hang in."""
+        """Return failures for ranks that did not answer, with the stacks where they hang."""
         for rank in ranks:
             if (pid := self._workers[rank].process.pid) is not None:
-                os.kill(pid, signal.SIGUSR1)  # has the worker write its stacks to its output
+                os.kill(pid, signal.SIGUSR1)  # makes the worker write its stacks to its output
         deadline = time.monotonic() + GRACE * slowness()
         for rank in ranks:
             while STACK_ENDS not in self._workers[rank].output() and time.monotonic() < deadline:
@@ -243,16 +245,16 @@ class WorkerPool:
 
 
 def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
-    """Return whether exactly the participating ranks failed, all in one place: no collective is left half done."""
+    """Return whether exactly the participating ranks failed, all in one place, so that no rank is in a collective."""
     places = {failure.place for failure in failures.values()}
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
 
 
 def prepared(platform: str | None) -> Any:
-    """Return a context of `multiprocessing` whose processes are forked from one that has imported the framework.
+    """Return a context of `multiprocessing` whose processes are forked from a server that has imported the framework.
 
-    Not the library itself: its import belongs into the measured coverage of each worker. With None for ``platform``
-    nothing is imported.
+    The server does not import the library, whose import counts for the coverage of each worker. With None for
+    ``platform`` it imports nothing.
     """
     context = multiprocessing.get_context("forkserver")
     if platform is not None:
@@ -261,10 +263,9 @@ def prepared(platform: str | None) -> Any:
 
 
 def free_port() -> int:
-    """A free port of this machine.
+    """Return a free port of this machine, outside the range that the system assigns to connections.
 
-    It is none of those that the system assigns to connections: such a port may have another owner before a program has
-    imported its framework and listens.
+    Another program could get a port from that range before this program has imported its framework and listens.
     """
     try:
         given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])

@@ -7,8 +7,8 @@
     def test_scaled_sum(pool):
         assert pool.run(2, scaled_sum, 3) == [6, 6]
 
-The job and the test may stand in one file. `on_mesh` makes the mesh on all ranks of the pool, as making a process group
-demands, and calls the function on the ranks in the mesh only.
+The job and the test may be in one file. `on_mesh` makes the mesh on all ranks of the pool, because all ranks must take
+part in creating a process group. It calls the function only on the ranks in the mesh.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 
 import numpy as np
 
-#: This process's rank in the pool, and how many ranks take part in the current job; set by the worker.
+#: This process's rank in the pool, and the number of ranks in the current job; set by the worker.
 rank = 0
 world_size = 1
 
 
 def device_mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
-    """Mesh over the first ranks of the pool, or None on a rank outside it. To be called on all ranks of the pool.
+    """Return a mesh over the first ranks of the pool, or None on a rank outside it. Call it on all ranks of the pool.
 
     Args:
-        shape: of the mesh; none means one dimension over all ranks that take part.
-        names: of its dimensions.
+        shape: shape of the mesh; no sizes mean one dimension over all ranks of the job.
+        names: names of its dimensions.
     """
     shape = shape or (world_size,)
     if math.prod(shape) > world_size:
@@ -38,16 +38,16 @@ def device_mesh(*shape: int, names: tuple[str, ...] | None = None) -> Any:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
     ranks = np.arange(math.prod(shape)).reshape(shape)
-    mesh = DeviceMesh(None, ranks, mesh_dim_names=names)  # interned: asking again makes no further process groups
+    mesh = DeviceMesh(None, ranks, mesh_dim_names=names)  # interned: a repeated call creates no further process groups
     return mesh if rank < ranks.size else None
 
 
 def on_mesh(*shape: int, names: tuple[str, ...] | None = None) -> Callable[[Callable], Callable]:
-    """Decorator: give a job a mesh as its first argument, and let ranks outside it return None.
+    """Decorate a job: it gets a mesh as its first argument. Ranks outside the mesh return None.
 
     Args:
-        shape: as for `device_mesh`.
-        names: as for `device_mesh`.
+        shape: see `device_mesh`.
+        names: see `device_mesh`.
     """
 
     def decorate(job: Callable) -> Callable:

@@ -1,4 +1,4 @@
-"""The other side of `hyper_parallel.testing.pool`: a worker process."""
+"""A worker process of `hyper_parallel.testing.pool`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import torch_groups
 
-#: Seconds that a collective waits for ranks that are late. The pool finds out sooner where ranks hang.
+#: Seconds that a collective waits for late ranks. The pool notices hanging ranks sooner.
 TIMEOUT = 1800.0
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a worker at its start. ``platform`` None means: no framework, no process group. It calls ``first``
+    """Settings of a worker. With None for ``platform`` it has no framework and no process group. It calls ``first``
     before anything else."""
 
     platform: str | None
@@ -41,8 +41,8 @@ class Failure:
     """The failure of a job on one rank.
 
     Attributes:
-        place: where: exception type and source line. The same on all ranks if they failed in step.
-        text: all about it, for a person.
+        place: exception type and source line. All ranks have the same place if they failed in step.
+        text: full description for people.
     """
 
     place: str
@@ -50,7 +50,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        """Describe an exception that was caught."""
+        """Return the description of a caught exception."""
         frames = traceback.extract_tb(error.__traceback__)
         text = "".join(traceback.format_exception(error))
         return cls(f"{type(error).__name__} {frames[-1].filename}:{frames[-1].lineno}", text)
@@ -64,7 +64,7 @@ def serve(settings: Settings, connection: Connection) -> None:
     faulthandler.enable(log)
     faulthandler.register(signal.SIGUSR1, log, all_threads=False)
     threading.Thread(target=_leave_with_parent, daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pool
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # pytest handles Ctrl-C, and then closes the pool
     try:
         spmd.rank = settings.rank
         if settings.first is not None:
@@ -77,11 +77,11 @@ def serve(settings: Settings, connection: Connection) -> None:
         pass
     except BaseException as error:
         connection.send(Failure.of(error))
-    # multiprocessing now leaves through os._exit: gloo would abort in the destructors of groups that are still open.
+    # multiprocessing exits through os._exit now: otherwise gloo would abort in the destructors of open groups.
 
 
 def _leave_with_parent() -> None:
-    """Do not stay behind in a collective when pytest was killed."""
+    """Exit when pytest was killed, even out of a collective."""
     if (parent := multiprocessing.parent_process()) is not None:
         wait([parent.sentinel])
     os._exit(1)
@@ -106,11 +106,11 @@ def _join(settings: Settings) -> None:
         from hyper_parallel.platform import get_platform
 
         get_platform().init_process_group(timeout=TIMEOUT)
-        del store  # torch has it
+        del store  # torch holds the store now
 
 
 def _answer(connection: Connection, task: bytes) -> None:
-    """Run one job and send its result, or how it failed."""
+    """Run one job and send its result or its failure."""
     try:
         name, spmd.world_size, args = pickle.loads(task)
         outcome: Any = _resolve(name)(*args)
@@ -125,8 +125,8 @@ def _answer(connection: Connection, task: bytes) -> None:
 
 
 def _leave_to_itself() -> None:
-    """Take everything that lives now out of garbage collection. Modules live on, and have hundreds of thousands of
-    objects that each collection would look at."""
+    """Exclude all current objects from garbage collection. Modules stay alive, and hold hundreds of thousands of
+    objects that each collection would traverse."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""The division of a training job over a mesh: the ranks that share a model, and the ranks that share a batch."""
+"""Division of a training job over a mesh: ranks that share a model, and ranks that share a batch."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Division:
         index: number of this rank's batch.
 
     Raises:
-        ValueError: for a mesh without names, of only some ranks, or with a dimension that shards sequences; for another
-            ``data_parallel``.
+        ValueError: for a mesh without names, a mesh of only some ranks, or a mesh dimension that shards sequences. Also
+            for an unknown ``data_parallel``.
     """
 
     def __init__(
@@ -119,14 +119,14 @@ class Division:
 
 
 def mesh_of_sizes(config: Any, what: str) -> DeviceMesh:
-    """The mesh of the sizes that an ``accelerate.ParallelismConfig`` has, in accelerate's order of dimensions.
+    """Return the mesh for the sizes in an ``accelerate.ParallelismConfig``, in accelerate's order of dimensions.
 
     Args:
-        config: has ``dp_replicate_size``, ``dp_shard_size``, ``cp_size``, ``sp_size`` and ``tp_size``.
-        what: the caller, for messages.
+        config: object with ``dp_replicate_size``, ``dp_shard_size``, ``cp_size``, ``sp_size`` and ``tp_size``.
+        what: name of the caller, for messages.
 
     Raises:
-        ValueError: for a size that cuts sequences, or sizes of another number of ranks than there are.
+        ValueError: for a size that shards sequences, and for sizes whose product is not the number of ranks.
     """
     if config.cp_size > 1 or config.sp_size > 1:
         raise ValueError(
@@ -135,7 +135,7 @@ def mesh_of_sizes(config: Any, what: str) -> DeviceMesh:
             "the page on long sequences shows"
         )
     sizes = {"dp_replicate": config.dp_replicate_size, "dp_shard": config.dp_shard_size, TENSOR: config.tp_size}
-    # A shard of one rank stays: without it, replicas would be taken for shards.
+    # "dp_shard" stays even with size 1: without it, replicas would be taken for shards.
     names = tuple(name for name, size in sizes.items() if size > 1 or name == "dp_shard")
     return init_device_mesh(mesh_shape=tuple(sizes[name] for name in names), mesh_dim_names=names)
 

@@ -1,4 +1,4 @@
-"""Prompts of `generate` where sequences are cut: each rank computes a part, then all hold the whole cache."""
+"""Prompts of `generate` with sharded sequences: each rank computes a shard, and all ranks get the full cache."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
 __all__ = ["prefilled"]
 
-#: The name of the cache in the calls and results of models, the newer one first.
+#: Names of the cache in the calls and outputs of models, the newer name first.
 _NAMES = ("cache", "past_key_values")
 
 
 def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Callable[..., Any]) -> Any:
-    """The result of the first call that `generate` makes, or None where the prompt is not to be cut.
+    """Return the output of the first call that `generate` makes, or None for a prompt that is not sharded.
 
-    The ranks compare their prompts. They compute parts where all have the same one, with a position for each rank.
-    Keys and values of all are put together in the cache, and so are the outputs.
+    The ranks compare their prompts. They compute shards if all ranks have the same prompt, with a position for each
+    rank. Afterwards keys, values and outputs are unsharded, so that every rank has the full cache.
 
     Args:
-        given: the arguments of the base model, by name.
-        mesh: that cuts sequences.
-        balance: as for `shard_sequence`.
-        call: calls the base model, with attention over the whole sequence.
+        given: arguments of the base model, by name.
+        mesh: mesh that shards sequences.
+        balance: see `shard_sequence`.
+        call: function that calls the base model, with attention over the full sequence.
     """
     from transformers import DynamicCache
 
@@ -49,7 +49,7 @@ def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Call
         return None
 
     class Parts(DynamicCache):
-        """Keeps the keys and values of this rank's part."""
+        """Cache of the keys and values of this rank's shard."""
 
         def __init__(self) -> None:
             super().__init__()

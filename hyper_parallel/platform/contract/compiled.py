@@ -1,8 +1,8 @@
 """Description of a styled module for a compiler that traces it: the second forward of a plan.
 
-Where a framework compiles Python code, DTensors are in the way: a compiler sees local tensors that claim to be larger.
-So a backend with a compiler builds, from a style's data, a forward of plain local tensors. It also builds two autograd
-functions and collectives that the compiler can see. A backend without a compiler ignores the data.
+DTensors obstruct a framework that compiles Python code: a compiler sees local tensors that claim to be larger.
+So a backend with a compiler builds a forward of plain local tensors from the data of a style. It also builds two
+autograd functions, and collectives that the compiler can see. A backend without a compiler ignores the data.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class Conversion:
     """One input or output of a module that a hook converts to another layout.
 
     Attributes:
-        key: its position, or its keyword.
-        given: how a plain one lies.
-        wanted: how it is to lie.
-        compare: as in `Program`.
+        key: position or keyword of the input or output.
+        given: how a plain tensor is held before the conversion.
+        wanted: how the tensor is held after the conversion.
+        compare: see `Program`.
     """
 
     key: Any
@@ -42,11 +42,11 @@ class Conversion:
 
 @dataclass(frozen=True)
 class CompiledInputs:
-    """Conversions of a hook of a style: inputs of a module, or outputs.
+    """Conversions that a hook of a style makes, of the inputs or of the outputs of a module.
 
     Attributes:
         mesh, group, size, rank: see `Program`.
-        conversions: in order.
+        conversions: conversions in order.
         count: required number of outputs, or least number of positional inputs.
         local: whether the results are plain, not DTensors.
         of_outputs: whether the hook converts outputs.
@@ -63,7 +63,7 @@ class CompiledInputs:
 
     @property
     def key(self) -> tuple:
-        """The key of the compiled program, as `Program.key`."""
+        """Key of the compiled program, as `Program.key`."""
         return self.conversions, self.count, self.local, self.of_outputs
 
 
@@ -103,10 +103,10 @@ class CompiledLosses(Protocol):
         Args:
             mesh: mesh that shards the classes.
             own: number of classes that this rank has.
-            dim, vocab_size: arguments of such a loss.
+            dim, vocab_size: arguments of the loss function.
 
         Returns:
-            None where some rank has no class; `ClassShards.compare` reports shards that do not fit.
+            The shard, or None where some rank has no class. `ClassShards.compare` reports shards that do not fit.
         """
 
     def mesh_with_id(self, number: int) -> Any:
@@ -119,12 +119,12 @@ class CompiledLosses(Protocol):
 
 
 class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing
-    """Verbs for a framework with a compiler. The defaults do nothing: there is no compiler, or DTensors are kept from
-    it."""
+    """Verbs for a framework with a compiler. The defaults do nothing: they serve backends without a compiler, and
+    backends that hide DTensors from it."""
 
     def set_compiled_forward(self, module: Any, how: Program | None) -> None:
-        """Let a compiler trace the forward that ``how`` describes in place of the one that `ModuleRole.replace_forward`
-        gave ``module``. With None the module stays outside of compiled code."""
+        """Let a compiler trace the forward that ``how`` describes, in place of the forward that
+        `ModuleRole.replace_forward` has set. With None the module stays outside of compiled code."""
         return
 
     def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
@@ -133,6 +133,6 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
         return hook
 
     def share_compiled_inputs(self, module: Any) -> None:
-        """Announce that several column-parallel modules inside ``module`` may read one of its inputs. Compiled code
-        then sums their partial gradients of it with one collective, as eager mode does."""
+        """Announce that several column-parallel modules inside ``module`` may read the same input of it. Compiled code
+        then sums their partial gradients of that input with one collective, as eager mode does."""
         return

@@ -1,9 +1,9 @@
-"""Programs of modules with styles, and the list of the steps that they are made of.
+"""Programs of modules with styles, and the table of steps that programs are made of.
 
-A step leads the ranks of a mesh dimension from one way of holding a tensor to another.
+A step changes how a tensor is held on a mesh dimension: replicated, sharded along a dimension, or partial.
 
-Core, torch's tracer and MindSpore's graph cells each bring the same movements of data. All read here which step leads
-from one way to another, and which step its cotangent takes. `core.communication.transitions` has the reasons.
+Core, torch's tracer and MindSpore's graph cells implement the same movements of data. All of them look up here which
+step converts a tensor, and which step its cotangent takes. `core.communication.transitions` has the reasons.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 __all__ = ["KEPT", "STEPS", "SUMMANDS", "Comparison", "Cut", "Program", "Verb", "step_between"]
 
-#: How a tensor lies on a 1-D mesh: the dimension that is cut into consecutive parts, or None where all have all of it.
+#: How a tensor is held on a 1-D mesh: the dimension that is sharded into consecutive shards, or None for replicated.
 Cut: TypeAlias = "int | None"
-#: ``compare(module, shape)`` raises, on all ranks, where plain shards for a module differ in shape between them;
-#: ``module`` is its name in messages. Functions that compare in the same way are equal.
+#: ``compare(module, shape)`` raises, on all ranks, where the plain shards for a module differ in shape between ranks.
+#: ``module`` is the module's name in messages. Functions that make the same comparison are equal.
 Comparison: TypeAlias = Callable[[str, tuple[int, ...]], None]
-#: In place of a `Cut`: each rank has a summand.
+#: In place of a `Cut`: the tensor is partial, each rank holds a summand.
 SUMMANDS: Final = "summands"
-#: In place of a `Cut`: as the tensor lies already.
+#: In place of a `Cut`: the tensor stays as it is held.
 KEPT: Final = "kept"
 
 
@@ -38,7 +38,7 @@ class Verb(NamedTuple):
     back: str
 
 
-#: By name. A step ending on ``for_parts`` has consumers each of which returns a summand of the cotangent.
+#: Steps by name. After a step that ends on ``for_parts``, each consumer returns a summand of the cotangent.
 STEPS: Mapping[str, Verb] = MappingProxyType(
     {
         "read_for_parts": Verb("keep", "sum"),  # Megatron's f
@@ -55,11 +55,11 @@ STEPS: Mapping[str, Verb] = MappingProxyType(
 
 
 def step_between(source: int | str | None, target: int | str | None, for_parts: bool = False) -> str | None:
-    """The step from ``source`` to ``target``, None where there is nothing to do. Each is a `Cut` or `SUMMANDS`.
+    """Return the step from ``source`` to ``target``, or None where no step is needed.
 
     Args:
-        source, target: before and after.
-        for_parts: whether each consumer returns a summand of the cotangent of a whole tensor.
+        source, target: how the tensor is held before and after: a `Cut` or `SUMMANDS`.
+        for_parts: whether each consumer returns a summand of the cotangent of a replicated tensor.
     """
     if target is None:
         if source is None:
@@ -78,31 +78,31 @@ def step_between(source: int | str | None, target: int | str | None, for_parts: 
 
 @dataclass(frozen=True)
 class Program:
-    """A module with a style: a step of its input, its operation on local tensors, a step of the result.
+    """A module with a style: a step for its input, its operation on local tensors, and a step for its output.
 
     `step_between` names the steps.
 
     Attributes:
         mesh: 1-D mesh of core.
-        group: of its ranks.
-        size, rank: how many they are, and which one this is.
-        given: how a plain input lies.
-        takes: how the operation needs it. `KEPT` is for a module that treats the parts of its input as the whole.
-        gives: how the result of the operation lies; `SUMMANDS` where each rank computes a summand of it.
-        wanted: how the output is to lie.
+        group: process group of the mesh.
+        size, rank: number of ranks in the mesh, and this rank.
+        given: how a plain input is held.
+        takes: how the operation needs its input. `KEPT` is for a module that treats a shard like a full input.
+        gives: how the output of the operation is held; `SUMMANDS` where each rank computes a summand of the output.
+        wanted: how the style converts the output.
         local: whether the output is plain, not a DTensor.
-        layouts: of the parameters that the module itself holds, by name, None for one that is plain.
-        input_for_parts: whether each rank computes a summand of the gradient of the input, which is whole.
-        parameters_for_parts: the same of all parameters.
-        distributed: whether the operation is the module's own forward on DTensors. A backend traces it where each
-            operation of it is one that needs no communication in forward.
-        features: how many features, which come last, the weight takes; None where no weight says it.
-        sizes: how many of the features, or of the rows of an embedding, each rank has, where the weight is cut.
-        packed: whether these are several matrices in one, each cut by itself.
-        whole_dims: with `KEPT`, how many of the last dimensions of the input must be whole.
-        partial_features: of how many of the last features of a plain output each rank computes a summand of the
-            gradient, which is added up; -1 of all.
-        compare: for plain inputs of which no weight knows the size; None where the ranks need not compare them.
+        layouts: layouts by name of the module's direct parameters; None for a plain parameter.
+        input_for_parts: whether each rank computes a summand of the gradient of the input, which is replicated.
+        parameters_for_parts: whether each rank computes a summand of the gradients of all parameters.
+        distributed: whether the operation is the module's own forward on DTensors. A backend traces it where none of
+            its operations needs communication in forward.
+        features: required size of the input's last dimension; None where no weight determines it.
+        sizes: size of each rank's shard of a sharded weight, in features or in rows of an embedding.
+        packed: whether the weight packs several matrices, each sharded separately.
+        whole_dims: with `KEPT`, number of last dimensions of the input that must be unsharded.
+        partial_features: number of last features of a plain output whose gradient each rank has a summand of; their
+            gradients are all-reduced. -1 for all features.
+        compare: check of plain inputs whose size no weight determines; None where ranks need not compare them.
     """
 
     mesh: Any
@@ -127,11 +127,11 @@ class Program:
 
     @property
     def even(self) -> bool:
-        """Tell whether the parts of the weight are equal in size."""
+        """Return whether all shards of the weight are equal in size."""
         return not self.sizes or min(self.sizes) == max(self.sizes)
 
     @property
     def key(self) -> tuple:
-        """All that tells it from others on its mesh: equivalent modules have equal keys, and share compiled code."""
+        """All facts apart from the mesh and its group. Equivalent modules have equal keys, and share compiled code."""
         facts = {**vars(self), "layouts": tuple(self.layouts.items())}
         return tuple(facts[name] for name in facts if name not in ("mesh", "group"))

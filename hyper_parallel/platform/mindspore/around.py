@@ -1,4 +1,4 @@
-"""Functions around the calls of a cell, by a class of its own: hooks would be a part of graphs."""
+"""Functions called around the calls of a cell. The cell gets a subclass: hooks would become part of graphs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from mindspore import nn
 
 __all__ = ["around_calls"]
 
-#: cell -> the functions before and after its calls. Copies have none.
+#: cell -> the functions called before and after its calls. Copies of the cell are not in the table.
 _AROUND: weakref.WeakKeyDictionary[nn.Cell, tuple[Callable, Callable]] = weakref.WeakKeyDictionary()
 
 
 def around_calls(
     module: nn.Cell, before: Callable[[nn.Cell], None], after: Callable[[nn.Cell, Any], None]
 ) -> Callable[[], None]:
-    """See `Platform.around_calls`. Graphs are made of ``construct``, and so see neither."""
+    """Call ``before`` and ``after`` around each call of a cell, and return a function that undoes it.
+
+    Graphs are made of ``construct``, so they call neither function. See `Platform.around_calls`."""
     cls: Any = type(module)
     _AROUND[module] = before, after
     module.__class__ = _class_around(cls)
@@ -36,7 +38,7 @@ def around_calls(
 
 @cache
 def _class_around(cls: type) -> type:
-    """A subclass under the same name."""
+    """Return a subclass of the same name whose calls run the functions in ``_AROUND``."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         before, after = _AROUND.get(self, (None, None))

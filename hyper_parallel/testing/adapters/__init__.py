@@ -1,8 +1,8 @@
-"""The frameworks as the conformance suite sees them: `get_adapter` gives the one of the backend under test.
+"""Adapters, through which the conformance suite calls frameworks: `get_adapter` returns the one of the tested backend.
 
 An adapter has the framework's own operations and modules under common names, conversions from and to NumPy, and
-gradients: `hyper_parallel.testing.adapters.protocol.Adapter` says which. It knows nothing of distributed tensors: the
-suite calls the same functions on plain tensors, for the reference, and on DTensors.
+gradients. `hyper_parallel.testing.adapters.protocol.Adapter` lists them. An adapter contains no code for distributed
+tensors: the suite calls the same functions on plain tensors, as the reference, and on DTensors.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ __all__ = [
     "load_adapter",
 ]
 
-#: Names the module of the adapter, with priority over the backend's own; workers inherit it.
+#: Environment variable with the module of the adapter. It overrides the backend's adapter, and workers inherit it.
 ENVIRONMENT_VARIABLE = "HYPER_PARALLEL_ADAPTER"
-#: Entry points of packages that bring a backend: name of the backend = module of its adapter.
+#: Group of entry points for packages that provide a backend: name of the backend = module of its adapter.
 ENTRY_POINT_GROUP = "hyper_parallel.test_adapters"
 
 _BUILT_IN = {
@@ -39,17 +39,17 @@ _BUILT_IN = {
 
 
 class AdapterError(RuntimeError):
-    """A backend has no adapter, or an incomplete one. The message says how to give one, or which names are missing."""
+    """Raised for a backend without an adapter, or with an incomplete one. The message has the remedy."""
 
 
 def adapter_of(backend: str) -> str:
-    """Name of the module that is the adapter of ``backend``, which is not imported.
+    """Return the module name of the adapter of ``backend``. The module is not imported.
 
     Args:
-        backend: as registered; case does not matter.
+        backend: registered name of the backend; case does not matter.
 
     Raises:
-        AdapterError: when neither the environment, nor an entry point, nor this package names one.
+        AdapterError: if neither the environment, nor an entry point, nor this package names an adapter.
     """
     key = backend.strip().lower().replace("_", "-")
     if given := os.environ.get(ENVIRONMENT_VARIABLE, "").strip():
@@ -68,10 +68,10 @@ def adapter_of(backend: str) -> str:
 
 @functools.cache
 def load_adapter(module: str) -> Adapter:
-    """Import an adapter and see that it is complete.
+    """Import an adapter and check that it is complete.
 
     Raises:
-        AdapterError: when it cannot be imported or lacks names; the message lists them.
+        AdapterError: if it cannot be imported or lacks names; the message lists the names.
     """
     try:
         adapter = importlib.import_module(module)
@@ -86,5 +86,5 @@ def load_adapter(module: str) -> Adapter:
 
 
 def get_adapter() -> Any:
-    """The adapter of the backend named by ``HYPER_PARALLEL_PLATFORM``."""
+    """Return the adapter of the backend named by ``HYPER_PARALLEL_PLATFORM``."""
     return load_adapter(adapter_of(os.environ["HYPER_PARALLEL_PLATFORM"]))

@@ -1,4 +1,4 @@
-"""Forwards that the adapters share: the computations of models, written with an adapter's operations."""
+"""Forwards of models that all adapters share, written with an adapter's operations."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 
 def grouped_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """Attention with fewer key and value heads than query heads; norms inside the heads where the module has them."""
+    """Return attention with fewer key and value heads than query heads. It normalizes heads if the module has norms."""
     q, k, v = module.wq(x), module.wk(x), module.wv(x)
     return module.wo(_attend(adapter, module, x, q, k, v))
 
 
 def fused_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """The same with one weight for all three projections, split by proportion: also right on this rank's part."""
+    """Return grouped attention with one weight for query, key and value. The split by proportion also fits a shard."""
     qkv = module.wqkv(x)
     every = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
     sizes = [qkv.shape[-1] * heads // sum(every) for heads in every]
@@ -22,7 +22,7 @@ def fused_attention(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def viewed_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """One weight, taken apart by a view of three parts."""
+    """Return attention with one weight for query, key and value, which a view with a dimension of size 3 separates."""
     batch, length = x.shape[0], x.shape[1]
     qkv = adapter.reshape(module.wqkv(x), (batch, length, 3, -1, module.head_dim))
     q, k, v = (adapter.transpose(qkv[:, :, i], 1, 2) for i in range(3))
@@ -30,25 +30,26 @@ def viewed_attention(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def fused_gated(adapter: Any, module: Any, x: Any) -> Any:
-    """Gated feed-forward with one weight for gate and up."""
+    """Return a gated feed-forward with one weight for gate and up."""
     gate, up = adapter.chunk(module.w13(x), 2, -1)
     return module.w2(adapter.silu(gate) * up)
 
 
 def experts(adapter: Any, module: Any, x: Any) -> Any:
-    """Gated feed-forward of several experts, (experts, tokens, features) -> the same."""
+    """Return the gated feed-forward of several experts; ``x`` and the result are (experts, tokens, features)."""
     gate, up = adapter.chunk(adapter.matmul(x, module.gate_up), 2, -1)
     return adapter.matmul(adapter.silu(gate) * up, module.down)
 
 
 def sorted_experts(adapter: Any, module: Any, x: Any, counts: Any) -> Any:
-    """Apply each expert to its tokens: ``x`` (N, features) is sorted by expert, ``counts`` (experts,) says how many."""
+    """Apply each expert to its tokens. ``x`` (N, features) is sorted by expert; ``counts`` (experts,) are numbers of
+    tokens."""
     places = np.repeat(np.arange(module.gate_up.shape[0]), adapter.numpy(counts))
     return _each_its_own(adapter, module, x, places)
 
 
 def routed_experts(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
-    """Sums by ``weights`` (T, k) of the outputs of the experts ``indices`` (T, k) for tokens (T, features)."""
+    """Return weighted sums of experts' outputs for tokens (T, features), with ``indices`` and ``weights`` (T, k)."""
     count, k = indices.shape
     rows = x[adapter.tensor(np.repeat(np.arange(count), k))]
     y = _each_its_own(adapter, module, rows, adapter.numpy(indices).ravel())
@@ -66,9 +67,10 @@ def _each_its_own(adapter: Any, module: Any, x: Any, places: np.ndarray) -> Any:
 
 
 def mixture(adapter: Any, module: Any, ids: Any) -> Any:
-    """Embeddings of ids (T,), added to the outputs of the experts: a router sends each to ``module.k`` of these.
-    ``module.choose`` gives the indices (T, k) for the logits, which may be any. The experts are called in one of two
-    ways, as `sorted_experts` or as `routed_experts`, where ``module.by_index`` is true."""
+    """Return embeddings of ids (T,) plus the outputs of ``module.k`` experts for each token.
+
+    ``module.choose`` returns indices of experts (T, k) for the logits; any choice is allowed. The experts are
+    called as `routed_experts` if ``module.by_index`` is true, else as `sorted_experts`."""
     x = module.embedding(ids)
     logits = module.router(x)
     indices = adapter.tensor(module.choose(adapter.numpy(adapter.detach(logits))))
@@ -77,7 +79,7 @@ def mixture(adapter: Any, module: Any, ids: Any) -> Any:
 
 
 def routed(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any:
-    """Return the result of ``module.experts``, called in one of two ways, for tokens (T, features)."""
+    """Return the result of ``module.experts`` for tokens (T, features), called by index or with sorted tokens."""
     if module.by_index:
         return module.experts(x, indices, weights)
     (count, k), chosen = indices.shape, adapter.numpy(indices).ravel()
@@ -91,7 +93,7 @@ def routed(adapter: Any, module: Any, x: Any, indices: Any, weights: Any) -> Any
 
 
 def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
-    """Attention, then a shared expert and ``module.k`` of the ``experts`` for each token (batch, length)."""
+    """Return a block: attention, then a shared expert and ``module.k`` of the ``experts`` for each token."""
     x = x + module.attention(module.norm1(x))
     y = module.norm2(x)
     tokens = adapter.reshape(y, (-1, x.shape[-1]))
@@ -101,7 +103,7 @@ def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def causal_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """Causal attention by the function that cut sequences are told to; also right without samples or places."""
+    """Return causal attention by the function that sharded sequences intercept; also correct for empty tensors."""
     batch, length = x.shape[0], x.shape[1]
     q, k, v = (
         adapter.transpose(adapter.reshape(y, (batch, length, y.shape[-1] // module.head_dim, module.head_dim)), 1, 2)
@@ -112,7 +114,7 @@ def causal_attention(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def causal_model(adapter: Any, module: Any, ids: Any, positions: Any) -> Any:
-    """Logits (samples, length, vocabulary) of ids (samples, length) at positions (1, length)."""
+    """Return logits (samples, length, vocabulary) of ids (samples, length) at positions (1, length)."""
     x = module.tokens(ids) + module.places(positions)
     return module.head(x + module.attention(x))
 
@@ -126,6 +128,6 @@ def _attend(adapter: Any, module: Any, x: Any, q: Any, k: Any, v: Any) -> Any:
 
 
 def _joined(adapter: Any, y: Any) -> Any:
-    """(batch, heads, length, size) -> (batch, length, heads * size)."""
+    """Change the shape (batch, heads, length, size) to (batch, length, heads * size)."""
     y = adapter.transpose(y, 1, 2)
     return adapter.reshape(y, (y.shape[0], y.shape[1], -1))

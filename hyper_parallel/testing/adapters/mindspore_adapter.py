@@ -1,4 +1,4 @@
-"""MindSpore for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
+"""MindSpore's adapter for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hyper_parallel.testing.adapters import forwards
 
 _ADAPTER = sys.modules[__name__]
 Module = nn.Cell
-#: Combinations of placements that are tried for an operation: a collective costs milliseconds here.
+#: Number of combinations of placements that are tried for an operation; collectives take milliseconds on this backend.
 COMBINATIONS = 12
-#: Dtype of class indices in losses, and whether these refuse a label smoothing above 1.
+#: Dtype of class indices in losses, and whether losses refuse a label smoothing above 1.
 TARGET_DTYPE = np.int32
 REFUSES_SMOOTHING = False
 
@@ -39,8 +39,8 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """``function`` of plain tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating point
-    argument (None for the others)."""
+    """Call ``function`` on plain tensors, which returns ``(loss, value)``. Return the value, and the gradients of the
+    loss by the arguments; None for arguments that are not floating point."""
     inputs = [tensor(a) for a in arrays]
     floating = tuple(i for i, a in enumerate(arrays) if np.issubdtype(a.dtype, np.floating))
     values: list[Any] = []
@@ -62,8 +62,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Cell, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
-    name, None where there is none."""
+    """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module`` by name.
+    The gradient is None for a parameter without one."""
     named = dict(module.parameters_and_names())
     trainable = {name: p for name, p in named.items() if p.requires_grad}
     values: list[Any] = []
@@ -87,8 +87,7 @@ def model_value_and_grads(
 def second_order(
     function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """``function`` of plain tensors gives a loss, ``combine`` of the loss's gradients a scalar: the gradient of that
-    scalar by each argument."""
+    """Return the gradient by each argument of ``combine(gradients)``, a scalar of the gradients of ``function``."""
     places = tuple(range(len(arrays)))
 
     def outer(*xs: Any) -> Any:
@@ -98,29 +97,29 @@ def second_order(
 
 
 def _as_tuple(grads: Any) -> tuple:
-    """MindSpore gives a single gradient bare."""
+    """Return gradients as a tuple: MindSpore returns a single gradient bare."""
     return grads if isinstance(grads, tuple) else (grads,)
 
 
 def sgd(module: nn.Cell, rate: float) -> Callable[[dict[str, Any]], None]:
-    """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
+    """Return a function that takes one step of the framework's SGD with the gradients of `model_value_and_grads`."""
     named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     optimizer = nn.SGD(list(named.values()), rate)
     return lambda grads: optimizer(tuple(grads[name] for name in named))
 
 
 def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """See `Adapter.optimizer`."""
+    """Return an optimizer and a function that takes a step. See `Adapter.optimizer`."""
     named = {name: p for name, p in module.parameters_and_names() if p.requires_grad}
     if name == "adamw":
         made = experimental.optim.AdamW(list(named.values()), rate, (0.9, 0.95))
     elif next(iter(named.values())).dtype == ms.float64:
-        made = nn.Momentum(list(named.values()), rate, 0.9)  # the same, where SGD has no kernel
+        made = nn.Momentum(list(named.values()), rate, 0.9)  # the same algorithm; SGD has no kernel for float64
     else:
         made = experimental.optim.SGD(list(named.values()), rate, 0.9)
 
     def take(grads: dict[str, Any]) -> None:
-        # MindSpore compiles the steps of its optimizers, which takes seconds for each; the tests in tests/mindspore do.
+        # MindSpore compiles optimizer steps, which takes seconds for each. The tests in tests/mindspore cover that.
         with mock.patch.dict(os.environ, MS_JIT="0"):
             made(tuple(grads[name] for name in named))
 
@@ -128,15 +127,15 @@ def optimizer(module: nn.Cell, name: str, rate: float) -> tuple[Any, Callable[[d
 
 
 def clip(module: nn.Cell, grads: dict[str, Any], norm: float) -> dict[str, Any]:
-    """See `Adapter.clip`."""
+    """Return clipped gradients. See `Adapter.clip`."""
     given = tuple(grads.values())
-    # The other one computes the norm in single precision.
+    # `clip_by_global_norm` computes the norm in single precision.
     clipping = ops.clip_by_norm if given[0].dtype == ms.float64 else ops.clip_by_global_norm
     return dict(zip(grads, clipping(given, norm), strict=True))
 
 
 def load(module: nn.Cell, rng: np.random.Generator, dtype: Any = np.float32) -> nn.Cell:
-    """Give every parameter numbers from ``rng``, in the order of names."""
+    """Set every parameter to random numbers from ``rng``, in the order of names."""
     for _, p in sorted(dict(module.parameters_and_names()).items()):
         p.set_dtype(ms.float64 if dtype is np.float64 else ms.float32)
         p.set_data(Tensor(rng.standard_normal(p.shape).astype(dtype) * dtype(0.3)))
@@ -144,7 +143,7 @@ def load(module: nn.Cell, rng: np.random.Generator, dtype: Any = np.float32) -> 
 
 
 def without_values() -> Any:
-    """See `Adapter`."""
+    """Return a context in which modules get no memory. See `Adapter.without_values`."""
     return no_init_parameters()
 
 
@@ -221,7 +220,7 @@ class Block(nn.Cell):
 
 
 class Tied(nn.Cell):
-    """Embedding and head of a language model that are one parameter."""
+    """Language model whose embedding and head are one parameter."""
 
     def __init__(self, vocabulary: int, features: int) -> None:
         super().__init__()
@@ -243,7 +242,7 @@ class RmsNorm(nn.Cell):
 
 
 class GroupedAttention(nn.Cell):
-    """Attention with attributes that say how many heads it has."""
+    """Attention with attributes for its numbers of heads."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
         super().__init__()
@@ -286,7 +285,7 @@ class FusedGated(nn.Cell):
 
 
 class Experts(nn.Cell):
-    """The feed-forward layers of several experts, as stacked parameters."""
+    """Feed-forward layers of several experts, as stacked parameters."""
 
     def __init__(self, count: int, features: int, hidden: int) -> None:
         super().__init__()
@@ -322,7 +321,7 @@ class Experts(nn.Cell):
 
 
 class SortedExperts(Experts):
-    """Experts that are called with tokens in their order."""
+    """Experts that are called with tokens sorted by expert."""
 
     def __init__(self, count: int, features: int, hidden: int) -> None:
         super().__init__(count, features, hidden)
@@ -333,7 +332,7 @@ class SortedExperts(Experts):
 
 
 class RoutedExperts(SortedExperts):
-    """Experts that are called with their numbers."""
+    """Experts that are called with tokens and the indices of their experts."""
 
     def construct(self, x: Any, indices: Any, weights: Any) -> Any:
         return forwards.routed_experts(_ADAPTER, self, x, indices, weights)
@@ -388,7 +387,7 @@ class SparseModel(nn.Cell):
 
 
 class CausalAttention(nn.Cell):
-    """Attention by the framework's function of it."""
+    """Causal attention by the framework's attention function."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -402,7 +401,7 @@ class CausalAttention(nn.Cell):
 
 
 class CausalModel(nn.Cell):
-    """Embeddings of tokens and places, attention and a head."""
+    """Causal model: embeddings of tokens and positions, attention and a head."""
 
     def __init__(self, vocabulary: int, length: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -415,7 +414,7 @@ class CausalModel(nn.Cell):
 
 
 class Projection(nn.Cell):
-    """A linear layer of its own kind: its weight is (in, out)."""
+    """A user-defined linear layer: its weight is (in, out)."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -438,7 +437,7 @@ class Projection(nn.Cell):
 
 
 class LinearByAnotherName(mint.nn.Linear):
-    """A linear layer by subclass."""
+    """A subclass of the linear layer."""
 
 
 class Buffered(nn.Cell):
@@ -454,14 +453,14 @@ class Buffered(nn.Cell):
 
 
 class Scaled(mint.nn.Linear):
-    """A linear module with further arguments."""
+    """A linear layer whose forward takes further arguments."""
 
     def construct(self, x: Any, scale: float, *, shift: float) -> Any:
         return super().construct(x) * scale + shift
 
 
 class Probe(nn.Cell):
-    """Records the arguments of its calls; returns its positional inputs."""
+    """Module that saves the arguments of its call, and returns its positional inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -588,7 +587,7 @@ def stack(xs: Sequence[Any], dim: int) -> Any:
 
 
 def split(x: Any, size: Any, dim: int) -> Any:
-    # The gradient of mint.split is wrong in MindSpore 2.10 where a part is transposed twice, on plain tensors.
+    # On plain tensors the gradient of mint.split is wrong in MindSpore 2.10 if a piece is transposed twice.
     return (mint.split if isinstance(x, DTensor) else ops.split)(x, size, dim)
 
 
@@ -605,7 +604,7 @@ def gather(x: Any, dim: int, index: Any) -> Any:
 
 
 def topk(x: Any, k: int) -> Any:
-    _, places = ops.topk(ops.stop_gradient(x).astype(ms.float32), k)  # which has no kernel for double precision
+    _, places = ops.topk(ops.stop_gradient(x).astype(ms.float32), k)  # topk has no kernel for double precision
     return mint.gather(x, -1, places), places
 
 
@@ -640,12 +639,12 @@ def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
 def loss(
     logits: Any, target: Any, weight: Any = None, reduction: str = "mean", smoothing: float = 0.0, ignore: int = -100
 ) -> Any:
-    """Cross entropy with all its options."""
+    """Return cross entropy with all its options."""
     return ops.cross_entropy(logits, target, weight, ignore, reduction, smoothing)
 
 
 def loss_module(**options: Any) -> nn.Cell:
-    """The same as a cell; ``options`` have the framework's names, which are the same."""
+    """Return cross entropy as a cell; ``options`` are keywords of the framework's class."""
     return nn.CrossEntropyLoss(**options)
 
 
@@ -662,7 +661,7 @@ def dropout(x: Any, p: float) -> Any:
 
 
 def draw(name: str, shape: tuple[int, ...]) -> Tensor:
-    """The framework's ``rand`` or ``randn``."""
+    """Return a draw of the framework's ``rand`` or ``randn``."""
     return getattr(ops, name)(*shape)
 
 
@@ -683,8 +682,7 @@ def _own_inverse() -> ops.Custom:
 
 
 def unruled(x: Any) -> Any:
-    """An operation that a program makes itself, so that the library cannot have a rule for it. MindSpore's inverse has
-    one."""
+    """Apply a user-defined operation, for which the library cannot have a rule. It has one for MindSpore's inverse."""
     return _own_inverse()(x)
 
 
@@ -694,11 +692,11 @@ def _relu_v3() -> Any:
 
 
 def custom(x: Any) -> Any:
-    """A primitive that no function of MindSpore's calls. Operations of one's own do not run on empty shards."""
+    """Apply a primitive that no function of MindSpore calls. A user-defined operation would not run on empty shards."""
     return _relu_v3()(x)
 
 
-#: The name to register `custom` under.
+#: Name under which `custom` is registered.
 CUSTOM = "ReLUV3"
 
 
@@ -713,21 +711,21 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
     return ops.batch_norm(x, mean, variance, ones, zeros, training=True)
 
 
-#: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
+#: Whether the backend gathers for `unruled_in_place` and writes the shards back; otherwise the call is an error.
 WRITES_BACK = False
 WRITES_THROUGH_VIEWS = False
-#: `set_data` gives a plain parameter other memory: aliases taken before stay as they were.
+#: `set_data` gives a plain parameter other memory: earlier aliases keep the old values.
 REPLACES_MEMORY = True
 BOOL = ms.bool_
-#: The smallest of numbers with NaN among them is none on CPU; gradients of gradients through views are not supported.
+#: On CPU the minimum of numbers with a NaN is not NaN. Second-order gradients through views are not supported.
 FUZZ_SHARE = 100
 FUZZ_LIMITS: dict[str, Any] = {
     "writes_with_gradients": False,
     "nan": False,
     "second_order": False,
-    # MindSpore's own assignments to a diagonal are seen in the matrix, and its other in-place operations are not.
+    # A diagonal's own assignments change the matrix in MindSpore; its other in-place operations do not.
     "without": frozenset({"as_strided", "diagonal"}),
-    # A softmax over one element, as the first of a process, spoils the gradients of all that follow.
+    # If the first softmax of a process is over one element, all later gradients are wrong.
     "shortest": 2,
     "gradients_of_nothing": False,
     "copies_offsets": True,
@@ -739,12 +737,12 @@ TRAINING_LIMITS: dict[str, Any] = {
     "dtypes": ("float32",),
     "without": frozenset({"cast", "empty"}),
     "writers": ("teacher", "counter", "buffer"),
-    # Other methods of tensors change nothing on CPU.
+    # Other methods of tensors do not change the tensor on CPU.
     "ways": ("copy", "assign", "set_data"),
     "loads": ("write", "whole", "sharded", "set_data", "load_param_into_net"),
-    # Norms and gradients of embeddings have no kernels for no rows.
+    # Norms and gradients of embeddings have no kernels for empty tensors.
     "least": 1,
-    # The other kind, `reentrant`, is refused for a part of a unit.
+    # The other kind, `reentrant`, is refused for a submodule of a unit.
     "again": ("inside", "around"),
 }
 TRAINING_SHARE = 60
@@ -755,7 +753,7 @@ def checkpointed(module: Any, x: Any, reentrant: bool) -> Any:
     return ms.recompute(module, x, use_reentrant=reentrant)
 
 
-#: Way to write a whole value in a forward -> function of a parameter and the value.
+#: Method of writing a full value in a forward -> function of a parameter and the value.
 WRITES: dict[str, Callable[[Any, Any], Any]] = {
     "assign": ops.assign,
     "set_data": lambda p, value: p.set_data(value),
@@ -775,17 +773,17 @@ def _load_into_net(module: Any, values: dict[str, tuple[Any, Any]]) -> None:
         raise ValueError(f"load_param_into_net leaves {left} out, and does not know {unknown}")
 
 
-#: Way to load -> function of a module and a dict: name -> (parameter, whole value).
+#: Method of loading -> function of a module and a dict: name -> (parameter, full value).
 LOADS = {"set_data": _load_each, "load_param_into_net": _load_into_net}
 
 
 def unruled_in_place(x: Any) -> Any:
-    """An operation without a sharding rule that writes into ``x``."""
+    """Write into ``x`` by an operation without a sharding rule."""
     return x.index_add_(0, Tensor(np.array([0])), x[:1])
 
 
-#: Operations that write into their first operand: name -> (function, whether it takes a second operand). MindSpore has
-#: no kernel for the others on CPU.
+#: Operations that write into their first operand: name -> (function, whether it takes a second operand). Other
+#: operations have no kernel on CPU.
 IN_PLACE: dict[str, tuple[Callable[..., Any], bool]] = {
     "add_": (lambda x, y: x.add_(y), True),
     "sub_": (lambda x, y: x.sub_(y), True),
@@ -798,7 +796,7 @@ IN_PLACE: dict[str, tuple[Callable[..., Any], bool]] = {
 
 
 def attention(q: Any, k: Any, v: Any) -> Any:
-    """Causal attention in elementary operations; k and v may have fewer heads."""
+    """Return causal attention by elementary operations; k and v may have fewer heads."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = repeat_heads(k, groups), repeat_heads(v, groups)

@@ -1,11 +1,10 @@
-"""Protocol that the conformance suite asks of a framework: the names of an adapter.
+"""Protocol between the conformance suite and a framework: the names that an adapter must have.
 
-An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are the two to
-learn from. The computations of models are in `forwards` there and need no repeating. A backend of torch shares torch's
-adapter.
+An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are examples.
+The forwards of models are in `forwards` there, and an adapter only calls them. A backend on torch uses torch's adapter.
 
-"Tensor" below is a tensor of the framework, plain or distributed: every operation gets both. Operations come in the
-framework's own words: the suite checks that a user's code runs unchanged, so call the functions that users call.
+"Tensor" below is a tensor of the framework, plain or distributed: every operation must accept both. The suite checks
+that user code runs unchanged. So an adapter should call the functions that users call.
 """
 
 from __future__ import annotations
@@ -20,134 +19,137 @@ __all__ = ["Adapter", "missing_names"]
 
 Tensor = Any
 Module = Any
-#: Names that are asked for where the platform knows optimizers, or tensors without values.
+#: Names that are required only if the platform supports optimizers, or tensors without memory.
 NOT_ALWAYS = frozenset({"optimizer", "clip", "SparseModel", "topk", "without_values"})
 
 
 class Adapter(Protocol):
-    """The attributes of a module that is an adapter. Floating point tensors are float32 unless a check says
-    otherwise."""
+    """Attributes of an adapter, which is a module. Floating point tensors are float32 unless a check says otherwise."""
 
     # ---------------------------------------------------------------- differences between frameworks
-    #: How many combinations of placements are tried for one operation, drawn at random when there are more.
+    #: Number of combinations of placements that are tried for one operation, drawn at random if there are more.
     COMBINATIONS: int
     #: Dtype of class indices in the framework's losses.
     TARGET_DTYPE: Any
-    #: Whether the framework's own cross entropy refuses a label smoothing above 1.
+    #: Whether the framework's cross entropy refuses a label smoothing above 1.
     REFUSES_SMOOTHING: bool
-    #: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
+    #: Whether the backend gathers for `unruled_in_place` and writes the shards back; otherwise the call is an error.
     WRITES_BACK: bool
-    #: Whether the framework's own writes in place reach the base of a view, on every device of the backend.
+    #: Whether the framework's in-place writes reach the base of a view, on every device of the backend.
     WRITES_THROUGH_VIEWS: bool
     #: Whether loading gives a plain parameter other memory, so that an earlier alias keeps the old values.
     REPLACES_MEMORY: bool
     #: The framework's dtype of booleans.
     BOOL: Any
-    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: the allowed contents of random programs.
+    #: Keywords of `hyper_parallel.testing.fuzz.program.Limits`: limits of random chains of operations.
     FUZZ_LIMITS: dict[str, Any]
-    #: Keywords of `hyper_parallel.testing.fuzz.training.programs.TrainingLimits`: the same of those of trainers.
-    #: Further ways to write and to load that it names are in dicts of functions, ``WRITES`` and ``LOADS``. Adapters
-    #: without such ways lack these.
+    #: Keywords of `hyper_parallel.testing.fuzz.training.programs.TrainingLimits`: limits of random training programs.
+    #: An adapter may name further methods of writing and loading. It then has dicts of functions, ``WRITES`` and
+    #: ``LOADS``.
     TRAINING_LIMITS: dict[str, Any]
-    #: How many random programs the suite runs: chains of operations, and trainers.
+    #: Numbers of random programs that the suite runs: chains of operations, and training programs.
     FUZZ_SHARE: int
     TRAINING_SHARE: int
-    #: Kinds of checkpointing that random programs may use; `checkpointed(module, x, reentrant)` calls a module so,
-    #: and a function too where it is not reentrant.
+    #: Kinds of checkpointing that random programs may use. `checkpointed(module, x, reentrant)` calls a module with
+    #: checkpointing; if it is not reentrant, a function too.
     CHECKPOINTS: tuple[str, ...]
     #: The first argument of `hyper_parallel.register_sharding` for the operation `custom`.
     CUSTOM: Any
     #: Operations that write into their first operand: name -> (function, whether it takes a second operand).
     IN_PLACE: dict[str, tuple[Callable[..., Any], bool]]
 
-    #: Functions of a tensor and a dimension that give the place of an extreme value, or the value and its place.
+    #: Functions of a tensor and a dimension that return the index of an extreme value, or the value and its index.
     EXTREMES_WITH_PLACES: dict[str, Callable[..., Any]]
 
     # ---------------------------------------------------------------- tensors and gradients
     def tensor(self, array: np.ndarray) -> Tensor:
-        """A plain tensor on this rank's device with a copy of ``array``."""
+        """Return a plain tensor on this rank's device with a copy of ``array``."""
 
     def numpy(self, x: Tensor) -> np.ndarray:
-        """The values of a plain tensor; of a DTensor, the whole of it (`full_tensor`)."""
+        """Return the values of a plain tensor, or the full values of a DTensor (`full_tensor`)."""
 
     def value_and_grads(
         self, function: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> tuple[Any, list[np.ndarray | None]]:
-        """``function`` of plain tensors made of ``arrays`` gives ``(loss, value)``. Returns that value, and the loss's
-        gradient by each floating point argument. The gradient is zeros where there is none, and None for arguments of
-        other dtypes."""
+        """Call ``function`` on plain tensors made of ``arrays``; it returns ``(loss, value)``.
+
+        Returns the value, and the gradients of the loss by the arguments. An unused argument has zeros as gradient. The
+        gradient is None for arguments that are not floating point."""
 
     def model_value_and_grads(
         self, module: Module, function: Callable[[Any], Any], array: np.ndarray
     ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-        """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
-        name as the framework gives it to a user. That is None where there is none. Starts from no gradients."""
+        """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module``.
+
+        Gradients are by name and as the framework shows them to users, or None for a parameter without one. Earlier
+        gradients are cleared first."""
 
     def second_order(
         self, function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """``function`` of plain tensors gives a loss, ``combine`` of its gradients a scalar: the gradient of that
-        scalar by each argument."""
+        """Return the gradient by each argument of ``combine(gradients)``, a scalar. The gradients are those of
+        ``function``, a loss of plain tensors."""
 
     def sgd(self, module: Module, rate: float) -> Callable[[dict[str, Any]], None]:
-        """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
+        """Return a function that takes a step of the framework's SGD with the gradients of `model_value_and_grads`."""
 
     def optimizer(self, module: Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-        """One of the framework's optimizers for the trained parameters of ``module``, and a function that takes a step.
-        The function is as that of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and ``"momentum"``, SGD with
-        momentum 0.9. Asked for where the platform knows optimizers (`Platform.is_optimizer`)."""
+        """Return one of the framework's optimizers for the trained parameters of ``module``, and a step function.
+
+        The step function is called like that of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and
+        ``"momentum"``, SGD with momentum 0.9. Required if the platform knows optimizers (`Platform.is_optimizer`)."""
 
     def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
-        """The gradients of `model_value_and_grads`, clipped by the framework so that the norm of all is ``norm`` at
-        most. Asked for where `optimizer` is."""
+        """Return the gradients of `model_value_and_grads`, clipped by the framework to a total norm of at most
+        ``norm``. Required if `optimizer` is."""
 
     def load(self, module: Module, rng: np.random.Generator, dtype: Any = np.float32) -> Module:
-        """Give every parameter 0.3 times standard normal numbers, drawn in the order of names, and this floating point
-        dtype. Returns the module, on this rank's device."""
+        """Set every parameter to 0.3 times standard normal numbers of this dtype, drawn in the order of names. Return
+        the module, on this rank's device."""
 
     def without_values(self) -> AbstractContextManager[Any]:
-        """Inside, modules are made without memory for their parameters and buffers, where the framework can do that."""
+        """Return a context in which modules are made without memory for parameters and buffers, if possible."""
 
     def freeze(self, module: Module, name: str) -> None:
-        """Switch the gradient of a parameter off."""
+        """Turn the gradient of a parameter off."""
 
     def call(self, module: Module, *args: Any, **kwargs: Any) -> Any:
-        """``module(*args, **kwargs)``."""
+        """Return ``module(*args, **kwargs)``."""
 
     def seed(self, value: int) -> None:
         """Seed the framework's default generator."""
 
     def draw(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The framework's ``rand`` or ``randn``."""
+        """Return a draw of the framework's ``rand`` or ``randn``."""
 
     def rand_like(self, x: Tensor) -> Tensor:
-        """The framework's ``rand_like``."""
+        """Return the framework's ``rand_like``."""
 
     # ---------------------------------------------------------------- modules
     def linear_module(self, n_in: int, n_out: int, bias: bool = True) -> Module:
-        """The framework's linear layer."""
+        """Return the framework's linear layer."""
 
     def embedding_module(self, count: int, features: int) -> Module:
-        """The framework's embedding."""
+        """Return the framework's embedding."""
 
     def norm_module(self, features: int) -> Module:
-        """The framework's layer norm over the last dimension, with weight and bias."""
+        """Return the framework's layer norm over the last dimension, with weight and bias."""
 
     def loss_module(self, **options: Any) -> Module:
-        """The framework's cross entropy as a module; options in its own words."""
+        """Return the framework's cross entropy as a module; options are its own keywords."""
 
     def Mlp(self, features: int, hidden: int, bias: bool = True) -> Module:
-        """``down(relu(up(x)))``."""
+        """Module ``down(relu(up(x)))``."""
 
     def Attention(self, features: int, head_dim: int) -> Module:
-        """Attention without a mask, with linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias. The number of heads
-        is left to the view, so that it is right on this rank's part."""
+        """Attention without a mask, with linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias. The view infers the
+        number of heads, so that the code also fits a shard."""
 
     def Block(self, features: int, hidden: int, head_dim: int) -> Module:
         """``norm1``, ``attention`` (`Attention`), ``norm2``, ``feed_forward`` with ``w1``, ``w2``, ``w3`` and SiLU."""
 
     def Tied(self, vocabulary: int, features: int) -> Module:
-        """``head(tanh(embedding(ids)))``, where both have one parameter."""
+        """Module ``head(tanh(embedding(ids)))``, where both layers have one parameter."""
 
     def RmsNorm(self, features: int) -> Module:
         """`rms_norm` with a ``weight``."""
@@ -170,17 +172,17 @@ class Adapter(Protocol):
         """`forwards.sorted_experts`: the parameters of `Experts`, and ``num_experts``."""
 
     def RoutedExperts(self, count: int, features: int, hidden: int) -> Module:
-        """`forwards.routed_experts`: the same."""
+        """`forwards.routed_experts`: the attributes of `SortedExperts`."""
 
     def Mixture(self, vocabulary: int, experts: int, features: int, hidden: int, by_index: bool) -> Module:
-        """`forwards.mixture`: ``embedding``, a linear layer ``router`` without bias, and ``experts``, which are
-        `RoutedExperts` with ``by_index`` and else `SortedExperts`. A caller sets ``choose``."""
+        """`forwards.mixture`: ``embedding``, a linear layer ``router`` without bias, and ``experts``. With ``by_index``
+        these are `RoutedExperts`, else `SortedExperts`. A caller sets ``choose``."""
 
     def SparseModel(
         self, vocabulary: int, features: int, hidden: int, head_dim: int, experts: int, k: int, by_index: bool
     ) -> Module:
-        """A language model for ids (batch, length): ``embedding``, a list ``layers`` of two modules with the forward
-        `forwards.sparse_block`, and ``head``. Asked for where `optimizer` is."""
+        """A language model for ids (batch, length): ``embedding``, ``layers`` and ``head``. ``layers`` is a list of two
+        modules with the forward `forwards.sparse_block`. Required if `optimizer` is."""
 
     def CausalAttention(self, heads: int, kv_heads: int, head_dim: int) -> Module:
         """`forwards.causal_attention`: linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias, and ``head_dim``."""
@@ -190,7 +192,7 @@ class Adapter(Protocol):
         layer ``head``."""
 
     def Projection(self, n_in: int, n_out: int) -> Module:
-        """A class that is no linear layer to the backend: parameters ``kernel`` (in, out) and ``shift`` (out,)."""
+        """A class that the backend does not know as a linear layer: ``kernel`` (in, out) and ``shift`` (out,)."""
 
     def LinearByAnotherName(self, n_in: int, n_out: int, bias: bool = True) -> Module:
         """A subclass of the framework's linear layer."""
@@ -199,10 +201,10 @@ class Adapter(Protocol):
         """``linear(x) * scale`` with a buffer ``scale`` of 1, 2, ... up to ``features``."""
 
     def Scaled(self, n_in: int, n_out: int) -> Module:
-        """A subclass of the linear layer that is called ``(x, scale, *, shift)`` and gives ``y * scale + shift``."""
+        """A subclass of the linear layer that is called with ``(x, scale, *, shift)``: ``y * scale + shift``."""
 
     def Probe(self) -> Module:
-        """Keeps the arguments of its call as ``seen = (args, kwargs)``; returns its positional inputs."""
+        """Module that saves the arguments of its call as ``seen = (args, kwargs)``. Returns its positional inputs."""
 
     # ---------------------------------------------------------------- operations
     def weighted_sum(self, y: Tensor, weights: Tensor) -> Tensor:
@@ -215,7 +217,7 @@ class Adapter(Protocol):
         """Matrix product, with leading dimensions broadcast."""
 
     def detach(self, x: Tensor) -> Tensor:
-        """``x`` without its history; its memory is shared."""
+        """Return ``x`` without its autograd history, sharing its memory."""
 
     def relu(self, x: Tensor) -> Tensor:
         """``max(x, 0)``."""
@@ -245,7 +247,7 @@ class Adapter(Protocol):
         """Rows of ``weight``."""
 
     def padded_embedding(self, ids: Tensor, weight: Tensor, padding: int) -> Tensor:
-        """The same, of DTensors, with no gradient for the row ``padding``, which may be negative."""
+        """Return the embedding of DTensors, with no gradient for the row ``padding``, which may be negative."""
 
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """``x`` where ``condition``, else ``y``."""
@@ -269,25 +271,25 @@ class Adapter(Protocol):
         """Mean over one dimension, several or all."""
 
     def amax(self, x: Tensor, dim: int) -> Tensor:
-        """Largest along ``dim``; elements that tie share its gradient."""
+        """Largest element along ``dim``; tied elements share the gradient."""
 
     def amin(self, x: Tensor, dim: int) -> Tensor:
-        """Smallest along ``dim``, as `amax`."""
+        """Smallest element along ``dim``; tied elements share the gradient."""
 
     def max(self, x: Tensor) -> Tensor:
-        """Largest of all, as `amax`."""
+        """Largest of all elements; tied elements share the gradient."""
 
     def min(self, x: Tensor) -> Tensor:
-        """Smallest of all, as `amax`."""
+        """Smallest of all elements; tied elements share the gradient."""
 
     def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Change the shape, with one -1 at most."""
+        """Change the shape; one size may be -1."""
 
     def cumsum(self, x: Tensor, dim: int) -> Tensor:
-        """Sums of all elements so far along ``dim``."""
+        """Cumulative sum along ``dim``."""
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """``x`` itself if it lies in memory in row-major order, else a copy that does."""
+        """Return ``x`` itself if its memory is in row-major order, else a copy in that order."""
 
     def transpose(self, x: Tensor, a: int, b: int) -> Tensor:
         """Swap two dimensions."""
@@ -296,7 +298,7 @@ class Adapter(Protocol):
         """Reorder all dimensions."""
 
     def unsqueeze(self, x: Tensor, dim: int) -> Tensor:
-        """A new dimension of size 1."""
+        """Insert a dimension of size 1."""
 
     def expand(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Broadcast to ``shape``."""
@@ -308,35 +310,35 @@ class Adapter(Protocol):
         """Join along a new dimension."""
 
     def split(self, x: Tensor, size: Any, dim: int) -> Sequence[Tensor]:
-        """Pieces of one size, or of a list of sizes."""
+        """Split into pieces of one size, or of a list of sizes."""
 
     def chunk(self, x: Tensor, chunks: int, dim: int) -> Sequence[Tensor]:
-        """Cut ``x`` into so many pieces."""
+        """Split into ``chunks`` pieces."""
 
     def index_select(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """The slices of ``x`` along ``dim`` that a 1-D ``index`` names."""
+        """Return the slices of ``x`` along ``dim`` at the indices in a 1-D ``index``."""
 
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
         """Take elements of ``x`` along ``dim`` at ``index``, which has as many dimensions as ``x``."""
 
     def topk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The ``k`` largest along the last dimension, and their places. Asked for where `optimizer` is."""
+        """Return the ``k`` largest elements along the last dimension, and their indices. Required if `optimizer` is."""
 
     def diagonal(self, x: Tensor, offset: int, a: int, b: int) -> Tensor:
-        """A diagonal of the dimensions ``a`` and ``b``."""
+        """Return a diagonal of the dimensions ``a`` and ``b``."""
 
     def as_strided(self, x: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:
-        """A view of the memory of ``x``; for random programs, where ``FUZZ_LIMITS`` does not leave it out."""
+        """Return a view of the memory of ``x``, for random programs; not required if ``FUZZ_LIMITS`` excludes it."""
 
     def leaf(self, x: Tensor) -> Tensor:
-        """``x`` without its history, requiring gradients where a tensor can."""
+        """Return ``x`` without its autograd history; it requires gradients if tensors of the framework can."""
 
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
-        """``value`` where ``mask``, else ``x``."""
+        """Return ``value`` where ``mask`` is true, else ``x``."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
-        """Normalize over the dimensions of ``weight``; ``epsilon`` is passed by keyword where the framework's function
-        has that name."""
+        """Normalize over the dimensions of ``weight``. ``epsilon`` is passed by keyword if the framework's function has
+        that name."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalize over the dimensions of ``weight``, with epsilon 1e-5."""
@@ -364,7 +366,7 @@ class Adapter(Protocol):
         smoothing: float = 0.0,
         ignore: int = -100,
     ) -> Tensor:
-        """Cross entropy with all its options."""
+        """Return cross entropy with all its options."""
 
     def nll(
         self, log_probabilities: Tensor, target: Tensor, weight: Tensor | None = None, reduction: str = "mean"
@@ -372,19 +374,19 @@ class Adapter(Protocol):
         """Negative log likelihood."""
 
     def unruled(self, x: Tensor) -> Tensor:
-        """An operation on square matrices that has no sharding rule."""
+        """Apply an operation on square matrices that has no sharding rule."""
 
     def unruled_in_place(self, x: Tensor) -> Tensor:
-        """An operation without a sharding rule that writes into ``x``."""
+        """Write into ``x`` by an operation without a sharding rule."""
 
     def batch_norm(self, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
         """Normalisation over the first dimension as in training, which writes the running statistics."""
 
     def custom(self, x: Tensor) -> Tensor:
-        """An element-wise operation without a sharding rule, which a check registers under `CUSTOM`."""
+        """Apply an elementwise operation without a sharding rule. A check registers one under `CUSTOM`."""
 
 
 def missing_names(adapter: Any) -> list[str]:
-    """The names of `Adapter` that ``adapter`` does not have and has to have, sorted."""
+    """Return the required names of `Adapter` that ``adapter`` lacks, sorted."""
     names = {name for name in (*vars(Adapter), *Adapter.__annotations__) if not name.startswith("_")}
     return sorted(name for name in names - NOT_ALWAYS if not hasattr(adapter, name))

@@ -1,4 +1,4 @@
-"""PyTorch for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
+"""PyTorch's adapter for the conformance suite; see `hyper_parallel.testing.adapters.protocol`."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hyper_parallel.testing.adapters import forwards
 
 _ADAPTER = sys.modules[__name__]
 Module = nn.Module
-#: Combinations of placements that are tried for an operation, drawn at random when there are more.
+#: Number of combinations of placements that are tried for an operation, drawn at random if there are more.
 COMBINATIONS = 36
-#: Dtype of class indices in losses, and whether these refuse a label smoothing above 1.
+#: Dtype of class indices in losses, and whether losses refuse a label smoothing above 1.
 TARGET_DTYPE = np.int64
 REFUSES_SMOOTHING = True
 
@@ -38,8 +38,8 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """``function`` of plain leaf tensors gives ``(loss, value)``: that value, and the loss's gradient by each floating
-    point argument (None for the others)."""
+    """Call ``function`` on plain leaf tensors; it returns ``(loss, value)``. Return the value, and the gradients of the
+    loss by the arguments; None for arguments that are not floating point."""
     leaves = [tensor(a) for a in arrays]
     for leaf in leaves:
         if leaf.is_floating_point():
@@ -55,8 +55,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Module, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """`value_and_grads` of a function of one input. It also gives the gradient of every parameter of ``module`` by
-    name, None where there is none."""
+    """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module`` by name.
+    The gradient is None for a parameter without one."""
     module.zero_grad()
     value, (grad,) = value_and_grads(function, [array])
     return value, grad, {name: p.grad for name, p in module.named_parameters()}
@@ -65,22 +65,21 @@ def model_value_and_grads(
 def second_order(
     function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """``function`` of plain leaf tensors gives a loss, ``combine`` of the loss's gradients a scalar: the gradient of
-    that scalar by each argument."""
+    """Return the gradient by each argument of ``combine(gradients)``, a scalar of the gradients of ``function``."""
     leaves = [tensor(a).requires_grad_(True) for a in arrays]
     combine(*torch.autograd.grad(function(*leaves), leaves, create_graph=True)).backward()
     return [x.grad.cpu().numpy() for x in leaves]
 
 
 def sgd(module: nn.Module, rate: float) -> Callable[[dict[str, Any]], None]:
-    """A function that takes one step of the framework's SGD, given the gradients of `model_value_and_grads`."""
-    # Simulated NPUs do not count writes of operations on lists of tensors in `_version`.
+    """Return a function that takes one step of the framework's SGD with the gradients of `model_value_and_grads`."""
+    # On simulated NPUs, operations on lists of tensors do not count their writes in `_version`.
     optimizer = torch.optim.SGD(module.parameters(), rate, foreach=False)
     return lambda grads: optimizer.step()  # the gradients are on the parameters
 
 
 def optimizer(module: nn.Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
-    """See `Adapter.optimizer`."""
+    """Return an optimizer and a function that takes a step. See `Adapter.optimizer`."""
     make = {
         "adamw": lambda parameters: torch.optim.AdamW(parameters, rate, (0.9, 0.95)),
         "momentum": lambda parameters: torch.optim.SGD(parameters, rate, 0.9),
@@ -90,13 +89,13 @@ def optimizer(module: nn.Module, name: str, rate: float) -> tuple[Any, Callable[
 
 
 def clip(module: nn.Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
-    """See `Adapter.clip`."""
+    """Return clipped gradients. See `Adapter.clip`."""
     nn.utils.clip_grad_norm_(module.parameters(), norm)
-    return grads  # which are on the parameters
+    return grads  # the clipped gradients are on the parameters
 
 
 def load(module: nn.Module, rng: np.random.Generator, dtype: Any = np.float32) -> nn.Module:
-    """Give every parameter numbers from ``rng``, in the order of names."""
+    """Set every parameter to random numbers from ``rng``, in the order of names."""
     drawn = {np.float32: torch.float32, np.float64: torch.float64}[dtype]
     with torch.no_grad():
         for _, p in sorted(module.to(drawn).named_parameters()):
@@ -105,7 +104,7 @@ def load(module: nn.Module, rng: np.random.Generator, dtype: Any = np.float32) -
 
 
 def without_values() -> Any:
-    """See `Adapter`."""
+    """Return a context in which modules get no memory. See `Adapter.without_values`."""
     return torch.device("meta")
 
 
@@ -178,7 +177,7 @@ class Gated(nn.Module):
 
 
 class Tied(nn.Module):
-    """Embedding and head of a language model that are one parameter."""
+    """Language model whose embedding and head are one parameter."""
 
     def __init__(self, vocabulary: int, features: int) -> None:
         super().__init__()
@@ -200,7 +199,7 @@ class RmsNorm(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """Attention with attributes that say how many heads it has."""
+    """Attention with attributes for its numbers of heads."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int, normed: bool = False) -> None:
         super().__init__()
@@ -243,7 +242,7 @@ class FusedGated(nn.Module):
 
 
 class Experts(nn.Module):
-    """The feed-forward layers of several experts, as stacked parameters."""
+    """Feed-forward layers of several experts, as stacked parameters."""
 
     def __init__(self, count: int, features: int, hidden: int) -> None:
         super().__init__()
@@ -255,7 +254,7 @@ class Experts(nn.Module):
 
 
 class SortedExperts(Experts):
-    """Experts that are called with tokens in their order."""
+    """Experts that are called with tokens sorted by expert."""
 
     def __init__(self, count: int, features: int, hidden: int) -> None:
         super().__init__(count, features, hidden)
@@ -266,7 +265,7 @@ class SortedExperts(Experts):
 
 
 class RoutedExperts(SortedExperts):
-    """Experts that are called with their numbers."""
+    """Experts that are called with tokens and the indices of their experts."""
 
     def forward(self, x: Any, indices: Any, weights: Any) -> Any:
         return forwards.routed_experts(_ADAPTER, self, x, indices, weights)
@@ -321,7 +320,7 @@ class SparseModel(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Attention by the framework's function of it."""
+    """Causal attention by the framework's attention function."""
 
     def __init__(self, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -335,7 +334,7 @@ class CausalAttention(nn.Module):
 
 
 class CausalModel(nn.Module):
-    """Embeddings of tokens and places, attention and a head."""
+    """Causal model: embeddings of tokens and positions, attention and a head."""
 
     def __init__(self, vocabulary: int, length: int, heads: int, kv_heads: int, head_dim: int) -> None:
         super().__init__()
@@ -348,7 +347,7 @@ class CausalModel(nn.Module):
 
 
 class Projection(nn.Module):
-    """A linear layer of its own kind: its weight is (in, out)."""
+    """A user-defined linear layer: its weight is (in, out)."""
 
     def __init__(self, n_in: int, n_out: int) -> None:
         super().__init__()
@@ -360,7 +359,7 @@ class Projection(nn.Module):
 
 
 class LinearByAnotherName(nn.Linear):
-    """A linear layer by subclass."""
+    """A subclass of the linear layer."""
 
 
 class Buffered(nn.Module):
@@ -376,14 +375,14 @@ class Buffered(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """A linear module with further arguments."""
+    """A linear layer whose forward takes further arguments."""
 
     def forward(self, x: Any, scale: float, *, shift: float) -> Any:
         return super().forward(x) * scale + shift
 
 
 class Probe(nn.Module):
-    """Records the arguments of its calls; returns its positional inputs."""
+    """Module that saves the arguments of its call, and returns its positional inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -544,12 +543,12 @@ def cross_entropy(logits: Any, target: Any, reduction: str = "mean") -> Any:
 def loss(
     logits: Any, target: Any, weight: Any = None, reduction: str = "mean", smoothing: float = 0.0, ignore: int = -100
 ) -> Any:
-    """Cross entropy with all its options."""
+    """Return cross entropy with all its options."""
     return F.cross_entropy(logits, target, weight, reduction=reduction, label_smoothing=smoothing, ignore_index=ignore)
 
 
 def loss_module(**options: Any) -> nn.Module:
-    """The same as a module; ``options`` have the framework's names, which are the same."""
+    """Return cross entropy as a module; ``options`` are keywords of the framework's class."""
     return nn.CrossEntropyLoss(**options)
 
 
@@ -566,12 +565,12 @@ def dropout(x: Any, p: float) -> Any:
 
 
 def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The framework's ``rand`` or ``randn``."""
+    """Return a draw of the framework's ``rand`` or ``randn``."""
     return getattr(torch, name)(shape, device=device())
 
 
-#: An operation on square matrices that has no sharding rule, and one on any shape, with the name to register it under.
-# Overloads have no rules of their own.
+#: An operation on square matrices without a sharding rule, and an elementwise one with its name for registration.
+# The library has no rules for overloads.
 unruled = torch.ops.aten.inverse.default
 custom = CUSTOM = torch.ops.aten.special_entr.default
 
@@ -583,7 +582,7 @@ def batch_norm(x: Any, mean: Any, variance: Any) -> Any:
     return F.batch_norm(x, mean, variance, training=True)
 
 
-#: Whether the backend gathers for `unruled_in_place` and writes the parts back; otherwise it is an error.
+#: Whether the backend gathers for `unruled_in_place` and writes the shards back; otherwise the call is an error.
 WRITES_BACK = True
 WRITES_THROUGH_VIEWS = True
 REPLACES_MEMORY = False
@@ -600,7 +599,7 @@ def checkpointed(module: Any, x: Any, reentrant: bool) -> Any:
 
 
 def unruled_in_place(x: Any) -> Any:
-    """An operation without a sharding rule that writes into ``x``."""
+    """Write into ``x`` by an operation without a sharding rule."""
     return x.fill_diagonal_(3.0)
 
 

@@ -1,4 +1,4 @@
-"""The public names of torch's own distributed tensors, for `hyper_parallel.testing.api_table`."""
+"""Public names of torch's distributed tensors, for `hyper_parallel.testing.api_table`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _MODULES = (
     "torch.distributed.tensor.debug",
     "torch.distributed.device_mesh",
 )
-#: Inherited names of these classes are not of distributed tensors.
+#: Base classes whose names are not names of distributed tensors.
 _FOREIGN = (torch.Tensor, object)
 
 
 class PublicName(NamedTuple):
-    """A name of torch's.
+    """A public name of torch.
 
     Attributes:
-        module: the module whose `__all__` has it.
-        name: ``"DTensor"``, ``"DTensor.redistribute"``.
-        keywords: of a function, a method, or the class when it is called; None of an attribute, and where torch does
-            not tell.
+        module: module whose `__all__` has the name.
+        name: such as ``"DTensor"`` or ``"DTensor.redistribute"``.
+        keywords: keywords of a function, a method, or the call of a class. None for an attribute, and where torch has
+            no signature.
     """
 
     module: str
@@ -40,7 +40,7 @@ class PublicName(NamedTuple):
 
 
 def public_names() -> list[PublicName]:
-    """Every public name, method and attribute, module by module."""
+    """Return every public name, method and attribute, module by module."""
     found = []
     for module in _MODULES:
         namespace = importlib.import_module(module)
@@ -60,8 +60,8 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Return whether a class is one of torch's distributed tensors: not a base of C++ bindings, nor the general
-    machinery of a debug mode.
+    """Return whether a class belongs to torch's distributed tensors. Bases from C++ bindings, and the general base
+    class of a debug mode, do not.
     """
     return cls.__module__.startswith(("torch.distributed", "torch._C._distributed"))
 
@@ -72,5 +72,5 @@ def _keywords(value: Any) -> tuple[str, ...] | None:
     except (TypeError, ValueError):
         return None
     names = [name for name, p in parameters.items() if p.kind is not p.VAR_KEYWORD and name not in ("self", "cls")]
-    # Those with an underscore are torch's own affair; ``args`` is the signature of any C++ class.
+    # Keywords with an underscore are private to torch; ``args`` is the signature of any C++ class.
     return tuple(name for name in names if not name.startswith("_") and name != "args")

@@ -1,7 +1,7 @@
 """One network device of gloo for all process groups of a worker, and a store. Only this machine can reach them.
 
-Torch makes a device a group, and each device has a thread that wakes a hundred times a second. A worker of the pool
-makes a hundred groups in the course of the tests: their threads took two thirds of its processor time.
+Torch makes a device for each group, and each device has a thread that wakes a hundred times a second. A worker of the
+pool makes a hundred groups in a run of the tests: their threads took two thirds of its processor time.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve_on_loopback(port: int, size: int) -> Any:
-    """Serve the store at which the workers meet; the caller keeps it until they have met.
+    """Serve the store at which the workers meet; the caller keeps it alive until they have met.
 
-    `torch.distributed` takes it for its own, which would listen on all interfaces.
+    `torch.distributed` uses it in place of its own store, which would listen on all interfaces.
 
     Args:
-        port: on which the store listens.
-        size: how many workers there are.
+        port: port on which the store listens.
+        size: number of workers.
     """
     from torch.distributed import TCPStore
 
@@ -40,7 +40,7 @@ def serve_on_loopback(port: int, size: int) -> Any:
 
 
 def share_one_device() -> None:
-    """Let all groups that `torch.distributed` makes in this process from now on share one device and its thread.
+    """Let all groups that `torch.distributed` creates in this process from now on share one device and its thread.
 
     Does nothing where torch has no gloo.
     """

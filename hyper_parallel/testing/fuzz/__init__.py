@@ -1,1 +1,1 @@
-"""Random programs, chains of operations and stacks of modules, on one device and distributed: docs/fuzzing.md."""
+"""Random programs, run on one device and distributed: operations, modules, trainers. See docs/fuzzing.md."""

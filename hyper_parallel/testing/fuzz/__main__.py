@@ -18,14 +18,14 @@ from hyper_parallel.testing.fuzz.record import add_run, commit_of
 from hyper_parallel.testing.fuzz.shrink import shrink
 from hyper_parallel.testing.pool import WorkerPool
 
-#: So many programs are run, looked at and recorded at a time.
+#: Number of programs that are run and recorded together.
 PART = 1000
-#: After so many parts, ranks are started anew: MindSpore keeps about 130 kB for each program, for good.
+#: Number of parts after which ranks are restarted: MindSpore never frees about 130 kB for each program.
 RENEWED = 10
 
 
 def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
-    """The seeds in parts, each with the ranks to run it on."""
+    """Yield parts of the seeds, each with the pool of ranks to run it on."""
     for start in range(seeds.start, seeds.stop, RENEWED * PART):
         with ExchangePool(platform, RANKS) as pool:
             for at in range(start, min(start + RENEWED * PART, seeds.stop), PART):
@@ -33,7 +33,7 @@ def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
 
 
 def _run(pool: WorkerPool, part: range, family: str, as_found: bool, refusals: bool) -> collections.Counter[str]:
-    """Count the outcomes of the programs of a part; bad programs are printed."""
+    """Run the programs of a part, print bad programs, and return the numbers of outcomes by kind."""
     shown = ("unsteady", *BAD, *(("refused",) if refusals else ()))
     outcomes = run_seeds(pool, part, family=family)
     for outcome in outcomes:
@@ -47,7 +47,7 @@ def _run(pool: WorkerPool, part: range, family: str, as_found: bool, refusals: b
 
 
 def main() -> int:
-    """Returns the exit status: 0 when no program was wrong, differed between ranks or hung."""
+    """Run the command and return the exit status: 0 if no program was wrong, differed between ranks or hung."""
     parser = argparse.ArgumentParser(prog="python -m hyper_parallel.testing.fuzz", description=__doc__)
     parser.add_argument("platform", help="the backend, such as torch-cpu")
     parser.add_argument("--kind", choices=[*FAMILIES], default="operations", help="of programs")
@@ -59,7 +59,7 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=15, help="seconds until a rank counts as hanging")
     parser.add_argument("--record", type=Path, help="add the run to this file")
     arguments = parser.parse_args()
-    # Before the framework is loaded, here and in the ranks.
+    # Set before the framework is loaded, here and in the ranks.
     os.environ["HYPER_PARALLEL_PLATFORM"] = arguments.platform
     os.environ["HYPER_PARALLEL_FUZZ_PATIENCE"] = str(arguments.patience)
     os.environ.setdefault("OMP_NUM_THREADS", "1")

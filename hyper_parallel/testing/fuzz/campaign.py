@@ -1,4 +1,4 @@
-"""Many programs on a pool of ranks: batches, verdicts of all ranks put together, hanging ranks replaced."""
+"""Run of many programs on a pool of ranks: batches, combined verdicts of all ranks, restart of hanging ranks."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["BAD", "KINDS", "Outcome", "judge", "run_seeds"]
 
 #: The possible outcomes of a program.
 KINDS = ("right", "refused", "plain refused", "accepted", "unsteady", "wrong", "differs", "hanging")
-#: The outcomes that no program may have.
+#: Outcomes that are bugs.
 BAD = ("wrong", "differs", "hanging")
 RANKS = 4
-#: The outcome of a program on one rank, and a text about it.
+#: Outcome of a program on one rank, and its explanation.
 Verdict = tuple[str, str]
-#: So often a bad program runs again before it counts as unsteady.
+#: Number of further runs of a bad program: if all are good, the program counts as unsteady.
 REPEATS = 5
-#: Programs of a batch.
+#: Number of programs in a batch.
 BATCH = 25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of the program of a seed; ``detail`` says the fault, or the reason of a refusal."""
+    """Outcome of the program of a seed; ``detail`` has the fault, or the reason of a refusal."""
 
     seed: int
     kind: str
@@ -36,32 +36,32 @@ class Outcome:
 
 
 def references(programs: list[Any], family: str) -> list[Any]:
-    """A job: the results of this rank's share of the programs on a single device. A number is the seed of one."""
+    """Run this rank's share of the programs on a single device, and return the results; a job. A number is a seed."""
     known = FAMILIES[family]
     return [known.on_one_device(known.generate(p) if isinstance(p, int) else p) for p in programs[spmd.rank :: RANKS]]
 
 
 def verdicts(wanted: list[Any], family: str) -> list[Verdict | None]:
-    """A job: this rank's verdicts on the distributed programs."""
+    """Return this rank's verdicts on the distributed programs; a job."""
     return [_in_step(FAMILIES[family].run(reference)) for reference in wanted]
 
 
 def _in_step(verdict: Verdict | None) -> Verdict | None:
-    """``verdict``, unless this rank waited in vain for another one."""
+    """Return ``verdict``, or "hanging" if this rank waited in vain for another one."""
     exchange = installed()
     problem = "" if exchange is None else exchange.end_program()
     return ("hanging", problem) if problem else verdict
 
 
 def put_together(seed: int, by_rank: Sequence[Verdict | None]) -> Outcome:
-    """One outcome from those of all ranks."""
+    """Return the outcome of a program from the verdicts of all ranks."""
     members = [verdict for verdict in by_rank if verdict is not None]
     kinds = {kind for kind, _ in members}
     if "hanging" in kinds:
         return Outcome(seed, "hanging", "; ".join(f"rank {i}: {k} {d}" for i, (k, d) in enumerate(members))[:1500])
     if "wrong" in kinds:
         return Outcome(seed, "wrong", next(detail for kind, detail in members if kind == "wrong"))
-    # a single device refuses a computation that a rank without elements need not do
+    # A single device refuses a computation that a rank with an empty shard may accept.
     if kinds == {"plain refused", "accepted"}:
         return next(Outcome(seed, kind, detail) for kind, detail in members if kind == "plain refused")
     if len(kinds) > 1:
@@ -70,7 +70,7 @@ def put_together(seed: int, by_rank: Sequence[Verdict | None]) -> Outcome:
 
 
 def judge(pool: WorkerPool, program: Any, family: str = "operations") -> Outcome:
-    """Run one program."""
+    """Run one program and return its outcome."""
     try:
         (by_rank,) = _verdicts(pool, [program], family)
     except JobError as error:
@@ -84,7 +84,7 @@ def run_seeds(
     seen: Callable[[Outcome], None] = lambda outcome: None,
     family: str = "operations",
 ) -> list[Outcome]:
-    """Run the programs of all seeds; ``seen`` hears of each outcome."""
+    """Run the programs of all seeds and return their outcomes; ``seen`` is called with each outcome."""
     outcomes: list[Outcome] = []
     for start in range(seeds.start, seeds.stop, BATCH):
         for outcome in _run_some(pool, list(range(start, min(start + BATCH, seeds.stop))), family):
@@ -96,7 +96,7 @@ def run_seeds(
 
 
 def _again(pool: WorkerPool, bad: Outcome, family: str) -> Outcome:
-    """``bad`` if its program is bad once more; if it is good every time, it counts as unsteady."""
+    """Run a bad program again. Return ``bad`` if it is bad once more, else an outcome of kind "unsteady"."""
     for _ in range(REPEATS):
         if any(outcome.kind in BAD for outcome in _run_some(pool, [bad.seed], family)):
             return bad
@@ -104,7 +104,7 @@ def _again(pool: WorkerPool, bad: Outcome, family: str) -> Outcome:
 
 
 def _run_some(pool: WorkerPool, seeds: list[int], family: str) -> Iterator[Outcome]:
-    """A batch; where a rank hangs or dies, its halves, so that few programs run again."""
+    """Run a batch and yield the outcomes. If a rank hangs or dies, run halves, so that few programs are repeated."""
     try:
         for seed, by_rank in zip(seeds, _verdicts(pool, list(seeds), family), strict=True):
             yield put_together(seed, by_rank)
@@ -118,7 +118,7 @@ def _run_some(pool: WorkerPool, seeds: list[int], family: str) -> Iterator[Outco
 
 
 def _verdicts(pool: WorkerPool, programs: list[Any], family: str) -> list[tuple[Verdict | None, ...]]:
-    """The verdicts of all ranks on each program."""
+    """Return the verdicts of all ranks on each program."""
     seconds = patience() * (1 + len(programs) / BATCH)
     wanted: list[Any] = [None] * len(programs)
     for rank, share in enumerate(pool.run(RANKS, references, programs, family, timeout=seconds)):

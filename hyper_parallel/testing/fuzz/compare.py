@@ -1,4 +1,4 @@
-"""Run a program on one device and distributed, on this rank, and say whether the results are equal."""
+"""Run a program on one device, and distributed on this rank, and compare the results."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hyper_parallel.testing.fuzz.words import WORDS
 
 __all__ = ["Reference", "Verdict", "on_one_device", "run"]
 
-#: The outcome of a program, and a text about it.
+#: Outcome of a program, and its explanation.
 Verdict = tuple[str, str]
-#: Relative error that rounding may cause, by dtype.
-_TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-4}  # MindSpore computes some of float64 in float32
+#: Relative error that rounding may cause, by dtype. MindSpore computes some float64 operations in float32.
+_TOLERANCE = {"float16": 3e-2, "float32": 2e-4, "float64": 2e-4}
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Reference:
     """Results of a program on a single device.
 
     Attributes:
-        program: that was run.
-        outputs: their values.
+        program: the program.
+        outputs: values of its outputs.
         grads: the gradient of each leaf, or None.
-        problem: why there are none of these, empty if there are.
+        problem: reason why there are no results; empty if there are.
     """
 
     program: Program
@@ -43,7 +43,7 @@ class Reference:
 
 
 def on_one_device(program: Program, shaken: int = 0) -> Reference:
-    """Run a program with plain tensors; see `Leaf.values`."""
+    """Run a program with plain tensors. ``shaken`` adds errors to its leaves, see `Leaf.values`."""
     adapter = get_adapter()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -56,7 +56,7 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
             found, grads = _evaluate(program, arrays, lambda i, x, is_gradient=False: x, lambda x: x, None)
         except Exception as error:
             return Reference(program, problem=f"{type(error).__name__}: {error}"[:300])
-    if any(not x.size for x in values):  # where some frameworks read uninitialised memory
+    if any(not x.size for x in values):  # for empty tensors some frameworks read uninitialised memory
         if not Limits(**adapter.FUZZ_LIMITS).gradients_of_nothing:
             grads = [None] * len(grads)
         for i, got, wanted in zip(program.outputs, found, outputs, strict=True):
@@ -66,10 +66,10 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
 
 
 def run(reference: Reference) -> Verdict | None:
-    """The verdict of this rank, None outside the mesh.
+    """Run the program distributed, and return this rank's verdict; None outside the mesh.
 
-    The verdicts are ``"right"``, ``"wrong"`` and ``"refused"``, where only the distributed program raises. Others are
-    ``"plain refused"``, where the one on a single device raises too, and ``"accepted"``, where it alone does.
+    ``"right"`` and ``"wrong"`` compare values. ``"refused"`` means that only the distributed program raises.
+    ``"plain refused"`` means that both raise, ``"accepted"`` that only the single device raises.
     """
     program = reference.program
     mesh = spmd.device_mesh(*program.mesh)
@@ -80,8 +80,7 @@ def run(reference: Reference) -> Verdict | None:
         try:
             got, grads = _distributed(program, mesh)
         except Exception as error:
-            # A program that the single device refuses has run all the same: ranks may not wait for one another then
-            # either.
+            # A program that the single device refuses runs too, because ranks must not hang on it either.
             return "plain refused" if reference.problem else "refused", f"{type(error).__name__}: {error}"[:300]
     if reference.problem:
         return "accepted", reference.problem
@@ -94,7 +93,7 @@ def run(reference: Reference) -> Verdict | None:
 def _first_problem(
     reference: Reference, got: list[np.ndarray], grads: list[Any], mesh: Any, allowed: Reference | None
 ) -> str:
-    """Return the first fault, or nothing; ``allowed`` holds errors that are none."""
+    """Return the first fault, or an empty string; ``allowed`` holds errors that rounding may cause."""
     program = reference.program
     for number, i in enumerate(program.outputs):
         slack = None if allowed is None else allowed.outputs[number]
@@ -110,8 +109,8 @@ def _first_problem(
 
 
 def _made_of_rounding(reference: Reference) -> Reference | None:
-    """Return ten times the effect of errors like those of rounding in the program's leaves. It is large for some: a
-    norm of equal numbers, a product of many."""
+    """Return ten times the effect of errors like rounding in the program's leaves. The effect can be large, for example
+    for a norm of equal numbers, or for a product of many."""
     program = reference.program
     outputs = [np.zeros(y.shape) for y in reference.outputs]
     grads = [None if g is None else np.zeros(np.shape(g)) for g in reference.grads]
@@ -128,7 +127,7 @@ def _made_of_rounding(reference: Reference) -> Reference | None:
 
 
 def _distance(x: Any, y: Any) -> np.ndarray:
-    """The distance of arrays, element by element; infinite where one of them has no number."""
+    """Return the elementwise distance of two arrays; infinite where only one of them is NaN."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
     return np.where(np.isnan(away), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), away)
@@ -148,7 +147,7 @@ def _distributed(program: Program, mesh: Any) -> tuple[list[np.ndarray], list[An
 def _evaluate(
     program: Program, arrays: Sequence[np.ndarray], take: Any, whole: Any, mesh: Any
 ) -> tuple[list[np.ndarray], list[Any]]:
-    """Values of the outputs, and the gradient of each leaf or None."""
+    """Return the values of the outputs, and the gradient of each leaf or None."""
     adapter = get_adapter()
     wanted = [i for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
     outputs: list[np.ndarray] = []
@@ -188,7 +187,7 @@ def _evaluate(
 def _gradients_of_gradients(
     program: Program, function: Any, wanted: list[int], arrays: Sequence[np.ndarray], take: Any, whole: Any
 ) -> list[np.ndarray]:
-    """Gradients of the weighted squares of the gradients of the loss."""
+    """Return the gradients of the weighted squares of the gradients of the loss."""
     adapter = get_adapter()
 
     def weighted(x: Any, i: int) -> Any:
@@ -197,7 +196,7 @@ def _gradients_of_gradients(
 
     def loss(*given: Any) -> Any:
         total, _ = function(*given)
-        for i, x in zip(wanted, given, strict=True):  # so that it depends on each, and not only linearly
+        for i, x in zip(wanted, given, strict=True):  # makes the loss depend on each leaf, and not only linearly
             total = total + weighted(adapter.tanh(take(i, x)), i)
         return total
 
@@ -220,7 +219,7 @@ def _results(adapter: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any
         x = tensors[0]
         if mesh is not None:
             x = x.redistribute(placements=step.args[0])
-        # A new tensor in the usual order in memory, also where the placements are those that it has.
+        # A new tensor in row-major order, even if the placements do not change.
         if mesh is None or x is tensors[0]:
             x = x & x if x.dtype == adapter.BOOL else x * 1
         return [adapter.contiguous(x)]
@@ -229,7 +228,7 @@ def _results(adapter: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any
 
 
 def _differs(got: Any, wanted: np.ndarray, slack: np.ndarray | None = None) -> str:
-    """Return the fault of an array, or nothing; ``slack`` is the error that it may have besides rounding."""
+    """Return the fault of an array, or an empty string; ``slack`` is an error that it may have in addition."""
     got = np.asarray(got)
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{got.dtype}{list(got.shape)} in place of {wanted.dtype}{list(wanted.shape)}"

@@ -1,8 +1,8 @@
-"""Collectives through memory that the ranks share: quick, and a rank that waits in vain is told at once.
+"""Collectives through memory that the ranks share. They are fast, and a rank that waits in vain gets an error at once.
 
-A backend's own collectives cost milliseconds where four ranks share two cores. A rank that stays away or calls another
-collective costs half a minute or more. Random programs call few and small ones, and test core's use of them. The
-backends' own are the conformance suite's subject.
+A backend's collectives cost milliseconds where four ranks share two cores. If a rank is missing, or calls another
+collective, they cost half a minute or more. Random programs call few and small collectives, and test how core uses
+them. The conformance suite tests the backends' collectives.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed", "patience"
 
 
 def patience() -> float:
-    """Seconds that a rank waits for another one that is in the same program; more on a busy machine."""
+    """Return the seconds that a rank waits for another one in the same program; more on a busy machine."""
     return float(os.environ.get("HYPER_PARALLEL_FUZZ_PATIENCE", "15")) * slowness()
 
 
-#: Bytes of a message.
+#: Bytes reserved for a message.
 _SLOT = 1 << 18
-#: Number of a message and its length, before its content; how many programs a rank has ended.
+#: Header of a message, its number and length; and a counter of the programs that a rank has ended.
 _HEAD, _WORD = struct.Struct("<qq"), struct.Struct("<q")
 _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "sum": lambda parts: parts.sum(0, parts.dtype),
@@ -45,7 +45,7 @@ _REDUCTIONS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "product": lambda parts: parts.prod(0, parts.dtype),
 }
 
-#: Values that are exchanged through the file.
+#: Methods of the platform that go through the file.
 _VERBS = (
     "new_group",
     "all_reduce",
@@ -61,18 +61,18 @@ _VERBS = (
     "tell_of_failure",
     "find_missing_ranks",
 )
-#: The message of a rank in place of a collective when it asks others for their state.
+#: Message of a rank that asks other ranks for their state, in place of a collective.
 _QUESTION = "a question"
 
 _installed: Exchange | None = None
 
 
 class OutOfStepError(Exception):
-    """Another rank has ended the program, does not come, or is in another collective."""
+    """Raised where another rank has ended the program, is missing, or is in another collective."""
 
 
 class AskedError(RuntimeError):
-    """Another rank asks this one for its state in a collective, or has left: a backend's collective would fail."""
+    """Raised where another rank asks for this rank's state, or has left: a backend's collective would fail then."""
 
 
 class ExchangePool(WorkerPool):
@@ -80,14 +80,14 @@ class ExchangePool(WorkerPool):
 
     def _start(self) -> None:
         super()._start()
-        place = "/dev/shm" if os.path.isdir("/dev/shm") else None  # memory, where the system has such a place
+        place = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a file system in memory, if there is one
         with tempfile.NamedTemporaryFile(prefix="hyper-parallel-exchange-", dir=place) as file:
             file.truncate(self.size * _WORD.size + (1 << self.size) * self.size * 2 * _SLOT)
             self.run(self.size, install, file.name)
 
 
 def install(path: str) -> None:
-    """A job: have the backend's collectives on this rank go through a file. For new workers, before any mesh."""
+    """Route the backend's collectives on this rank through a file; a job. Run it in new workers, before any mesh."""
     global _installed
     _installed = Exchange(path, spmd.rank, spmd.world_size)
     platform: Any = get_platform()
@@ -97,16 +97,16 @@ def install(path: str) -> None:
 
 
 def installed() -> Exchange | None:
-    """The exchange that this rank's collectives go through."""
+    """Return the exchange that this rank's collectives go through, or None."""
     return _installed
 
 
 class Exchange:
-    """The collectives of `Platform`, with NumPy.
+    """Collectives of `Platform` in NumPy.
 
     Args:
-        path: of the file.
-        rank: of this process.
+        path: path of the shared file.
+        rank: this rank.
         size: number of ranks.
     """
 
@@ -116,16 +116,16 @@ class Exchange:
         self._rank, self._size = rank, size
         with open(path, "r+b") as file:
             self._map = mmap.mmap(file.fileno(), 0)
-        #: Programs that this rank has ended, and messages that each set of ranks has exchanged in this one.
+        #: Number of programs that this rank has ended, and numbers of messages of each set of ranks in this program.
         self._ended, self._sent = 0, [0] * (1 << size)
         self._ranks: dict[Any, tuple[int, ...]] = {}
-        #: Why this program cannot go on. An exception may be caught on its way by a framework, or by the program.
+        #: Why this program cannot go on. It is saved, because a framework or the program may catch the exception.
         self.problem = ""
-        #: Whether a rank that waits for one that has left this program gets an error, as from a backend.
+        #: Whether waiting for a rank that has left the program raises `AskedError`, as with a backend's collectives.
         self.ranks_leave = False
 
     def end_program(self) -> str:
-        """Wait until all ranks have ended the program, and return why they were not in step, empty if they were."""
+        """Wait until all ranks have ended the program. Return why they were not in step, or an empty string."""
         self._ended += 1
         _WORD.pack_into(self._map, self._rank * _WORD.size, self._ended)
         pause = _Pause()
@@ -138,7 +138,7 @@ class Exchange:
 
     # ------------------------------------------------------------------------------------------------ Platform's verbs
     def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Any:
-        """See `Platform.new_group`."""
+        """Create groups and record their ranks. See `Platform.new_group`."""
         group = self.native_new_group(rank_lists, backend, options)
         for ranks in rank_lists:
             if self._rank in ranks:
@@ -146,15 +146,15 @@ class Exchange:
         return group
 
     def all_reduce(self, local: Any, op: str, group: Any) -> Any:
-        """See `Platform.all_reduce`."""
+        """Reduce over the group. See `Platform.all_reduce`."""
         return self._tensor(_REDUCTIONS[op](np.stack(self._arrays(f"all_reduce {op}", local, group))))
 
     def all_gather(self, local: Any, group: Any, size: int) -> Any:
-        """See `Platform.all_gather`."""
+        """Gather along dimension 0. See `Platform.all_gather`."""
         return self._tensor(np.concatenate(self._arrays("all_gather", local, group)))
 
     def reduce_scatter(self, local: Any, op: str, group: Any, size: int) -> Any:
-        """See `Platform.reduce_scatter`."""
+        """Reduce over the group and return this rank's shard. See `Platform.reduce_scatter`."""
         reduced = _REDUCTIONS[op](np.stack(self._arrays(f"reduce_scatter {op}", local, group)))
         return self._tensor(np.split(reduced, size)[self._ranks[group].index(self._rank)])
 
@@ -166,7 +166,7 @@ class Exchange:
         sent: Sequence[int] | None = None,
         received: Sequence[int] | None = None,
     ) -> Any:
-        """See `Platform.all_to_all`."""
+        """Exchange shards between all ranks. See `Platform.all_to_all`."""
         ranks, adapter = self._ranks[group], get_adapter()
         cuts: Any = size if sent is None else np.cumsum(sent)[:-1]
         parts = pickle.dumps(np.split(adapter.numpy(local), cuts))
@@ -175,26 +175,26 @@ class Exchange:
         return self._tensor(np.concatenate(arrived))
 
     def shift(self, local: Any, group: Any, size: int) -> Any:
-        """See `Platform.shift`."""
+        """Return the previous rank's tensor. See `Platform.shift`."""
         return self._tensor(self._arrays("shift", local, group)[self._ranks[group].index(self._rank) - 1])
 
     def broadcast(self, local: Any, src: int, group: Any) -> Any:
-        """See `Platform.broadcast`."""
+        """Return the tensor of rank ``src``. See `Platform.broadcast`."""
         return self._tensor(self._arrays(f"broadcast from {src}", local, group)[self._ranks[group].index(src)])
 
     def scatter(self, out: Any, parts: Sequence[Any] | None, src: int, group: Any) -> Any:
-        """See `Platform.scatter`."""
+        """Write this rank's part of the tensors of rank ``src`` into ``out``. See `Platform.scatter`."""
         ranks, adapter = self._ranks[group], get_adapter()
         mine = b"" if parts is None else pickle.dumps([adapter.numpy(part) for part in parts])
         sent = pickle.loads(self._swap(f"scatter from {src}", mine, ranks)[ranks.index(src)])
         return out.copy_(self._tensor(sent[ranks.index(self._rank)]))
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
-        """See `Platform.all_gather_object`."""
+        """Return the objects of all ranks. See `Platform.all_gather_object`."""
         return [pickle.loads(said) for said in self._swap("all_gather_object", pickle.dumps(value), self._ranks[group])]
 
     def start_collective(self, collective: str, out: Any, local: Any, op: str, group: Any, size: int) -> Work:
-        """See `Platform.start_collective`. The result is there after `Work.wait`, and NaN before."""
+        """Start a collective. See `Platform.start_collective`. `Work.wait` writes the result; ``out`` is NaN before."""
         arrays = self._arrays(f"{collective} {op}", local, group)
         if collective == "all_gather":
             result = np.concatenate(arrays)
@@ -210,34 +210,34 @@ class Exchange:
         return work
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """See `Platform.exchange_texts`: texts of the ranks that ask too. The others are in a collective."""
+        """Return the texts of the ranks that also ask. Others are in a collective. See `Platform.exchange_texts`."""
         said = self._swap(_QUESTION, text.encode(), ranks, True)
         return {rank: x.decode() for rank, x in zip(ranks, said, strict=True) if x is not None}
 
     def tell_of_failure(self, groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
-        """See `Platform.tell_of_failure`: the exchange itself tells the others."""
+        """Do nothing: the exchange itself informs other ranks. See `Platform.tell_of_failure`."""
 
     def find_missing_ranks(self, group: Any, ranks: Sequence[int], report: str) -> None:
-        """See `Platform.find_missing_ranks`."""
+        """Do nothing: the exchange itself notices missing ranks. See `Platform.find_missing_ranks`."""
 
     # ------------------------------------------------------------------------------------------------------- messages
     def _tensor(self, array: np.ndarray) -> Any:
         return get_adapter().tensor(array.copy("C"))
 
     def _arrays(self, what: str, local: Any, group: Any) -> list[np.ndarray]:
-        """The array of each rank of the group, all of one shape and dtype."""
+        """Return the array of each rank of the group; all have the same shape and dtype."""
         mine = get_adapter().numpy(local)
         said = self._swap(f"{what} of {mine.dtype}{list(mine.shape)}", mine.tobytes(), self._ranks[group])
         return [np.frombuffer(x, mine.dtype).reshape(mine.shape) for x in said]
 
     def fail(self, problem: str) -> NoReturn:
-        """The program cannot go on."""
+        """Record why the program cannot go on, and raise OutOfStepError."""
         self.problem = self.problem or problem
         raise OutOfStepError(problem)
 
     def _swap(self, what: str, content: bytes, ranks: Sequence[int], may_differ: bool = False) -> list[Any]:
-        """Return the content of each of ``ranks`` in the collective ``what``. With ``may_differ``, ranks in another
-        one give None."""
+        """Return the content of each of ``ranks`` in the collective ``what``. With ``may_differ``, a rank in another
+        collective has None."""
         if self.problem:
             raise OutOfStepError(self.problem)
         region = sum(1 << rank for rank in ranks)
@@ -248,7 +248,7 @@ class Exchange:
             raise ValueError(f"{what}: {len(content)} bytes are more than a message can have")
         place = self._place(region, self._rank, number)
         self._map[place + _HEAD.size : place + _HEAD.size + len(message)] = message
-        # The number last: who sees it reads the rest.
+        # The number is written last: a rank that sees it may read the rest.
         _WORD.pack_into(self._map, place + _WORD.size, len(message))
         _WORD.pack_into(self._map, place, number)
         return [self._hear(what, region, number, rank, may_differ) for rank in ranks]
@@ -256,7 +256,7 @@ class Exchange:
     def _hear(self, what: str, region: int, number: int, rank: int, may_differ: bool) -> bytes | None:
         place, pause = self._place(region, rank, number), _Pause()
         while _HEAD.unpack_from(self._map, place)[0] != number:
-            # Its last message stands there before it says that it has ended: look again.
+            # The rank writes its last message before it reports the end, so look again.
             if self._ended_by(rank) > self._ended and _HEAD.unpack_from(self._map, place)[0] != number:
                 left = f"rank {self._rank} waits in {what}, rank {rank} has ended the program"
                 if self.ranks_leave:
@@ -278,12 +278,13 @@ class Exchange:
         return _WORD.unpack_from(self._map, rank * _WORD.size)[0]
 
     def _place(self, region: int, rank: int, number: int) -> int:
-        # Two slots in turn: who writes the next message but one has heard all say the next, hence all have read this.
+        # Two alternating slots suffice: a rank writes message n + 2 after it has read message n + 1 of all ranks, which
+        # they wrote after they had read message n.
         return self._size * _WORD.size + ((region * self._size + rank) * 2 + number % 2) * _SLOT
 
 
 class _Started:
-    """The `Work` of an exchange: the operand must not be written, nor freed, until `wait`."""
+    """`Work` of an exchange. It fails if the operand was written before `wait`."""
 
     def __init__(self, exchange: Exchange, what: str, out: Any, operand: Any, result: Any) -> None:
         self._exchange, self._what, self._out, self._result = exchange, what, out, result
@@ -302,7 +303,7 @@ class _Started:
 
 
 class _Pause:
-    """Waits a little at each question; at first without giving the processor up for long."""
+    """A wait loop that first yields the processor, and then sleeps for increasing times."""
 
     def __init__(self) -> None:
         self._asked, self._deadline = 0, 0.0

@@ -1,4 +1,4 @@
-"""The kinds of random programs: functions that make one of a seed, run it, and make it smaller."""
+"""Kinds of random programs: functions that generate one from a seed, run it, and reduce it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.testing.fuzz.training import sequences
 
 __all__ = ["FAMILIES", "Family", "limits", "training_limits"]
 
-#: One of so many seeds of chains of operations makes a stack of modules.
+#: One in this many seeds of the family of operations makes a stack of modules.
 STACKS = 20
 
 
@@ -26,9 +26,9 @@ class Family:
 
     Attributes:
         generate: makes the program of a seed.
-        on_one_device: runs it with plain tensors, and gives the reference.
-        run: runs the program of a reference distributed, and gives the verdict of this rank.
-        smaller: programs with something left out, the most promising first.
+        on_one_device: runs a program with plain tensors, and returns the reference.
+        run: runs the program of a reference distributed, and returns the verdict of this rank.
+        smaller: yields smaller variants of a program, the most promising first.
     """
 
     generate: Callable[[int], Any]
@@ -43,16 +43,16 @@ def limits() -> Limits:
 
 
 def training_limits() -> training_programs.TrainingLimits:
-    """Return the limits of programs of trainers for the framework in use."""
+    """Return the limits of training programs for the framework in use."""
     return training_programs.TrainingLimits(**get_adapter().TRAINING_LIMITS)
 
 
 def _operations(seed: int) -> Any:
-    """A chain, or the seed of a stack."""
+    """Return a chain of operations, or the seed of a stack of modules."""
     return generate(seed, limits()) if seed % STACKS else seed
 
 
-#: By name, as the command takes it.
+#: Families by the name that the command takes.
 FAMILIES = {
     "operations": Family(
         _operations,

@@ -1,4 +1,4 @@
-"""Each rank's part of a tensor, with summands that a wrong rule cannot survive: far apart, and of either sign."""
+"""Each rank's local array of a tensor. Summands are far apart and of either sign, so that wrong rules show."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["gradient_part", "local_part"]
 
 
 def local_part(x: np.ndarray, layout: Layout, seed: int) -> np.ndarray:
-    """The local array of a tensor of value ``x`` on this rank; ``seed`` is the same on every rank."""
+    """Return this rank's local array of a tensor with value ``x``; ``seed`` is the same on every rank."""
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):
         if not placement.is_partial():
@@ -32,7 +32,7 @@ def local_part(x: np.ndarray, layout: Layout, seed: int) -> np.ndarray:
 
 
 def gradient_part(g: np.ndarray, layout: Layout, seed: int) -> np.ndarray:
-    """The gradient of `local_part`, from the gradient of the whole tensor."""
+    """Return this rank's gradient of `local_part`, from the gradient of the full tensor."""
     for mesh_dim, placement in enumerate(layout.placements):
         if placement.is_partial("avg"):
             g = (g / layout.mesh.shape[mesh_dim]).astype(g.dtype)
@@ -47,5 +47,5 @@ def _op(placement: Any) -> str:
 
 
 def _owner(x: np.ndarray, layout: Layout, mesh_dim: int, seed: int) -> np.ndarray:
-    """Return the rank of a mesh dimension that has each extreme element."""
+    """Return for each element the rank of the mesh dimension that has the extreme value."""
     return np.random.default_rng((seed, 7, mesh_dim)).integers(0, layout.mesh.shape[mesh_dim], x.shape)

@@ -1,7 +1,7 @@
-"""Random programs with plain code between styles, and plans with one entry changed: the proof, and execution.
+"""Random programs with plain code between styles, and plans with one entry changed: `check_plain_code` on trial.
 
-Each program runs on one device, and on ranks while it is followed. Output, and gradients of all parameters and of the
-input, say whether it is wrong. So `check_plain_code` finds, misses, or gives a false alarm:
+Each program runs on one device, and on ranks under `check_plain_code`. It is wrong if the output, or a gradient of a
+parameter or the input, differs. The outcome is that the check finds the fault, misses it, or gives a false alarm:
 ``python -m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``.
 """
 
@@ -48,7 +48,7 @@ KINDS = {
     "alarm": "right, with a finding",
     "disagree": "ranks come to other findings",
 }
-#: batch, tokens, features; hidden features, features of a head.
+#: (batch, tokens, features), hidden features, and features of a head.
 SHAPE, HIDDEN, HEAD = (2, 4, 8), 16, 4
 RANKS = 2
 Step = Callable[[Any, Any, Any, Any], Any]
@@ -59,7 +59,7 @@ def _heads(x: Any) -> tuple[int, ...]:
 
 
 def _in_heads(function: Callable[[Any, Any], Any]) -> Step:
-    """``function(a, y)`` of heads."""
+    """Return a step that applies ``function(adapter, y)`` to the tensor split into heads."""
     return lambda m, a, h, x: a.reshape(function(a, a.reshape(h, _heads(h))), (*h.shape[:2], -1))
 
 
@@ -92,7 +92,7 @@ def _across(m: Any, a: Any, h: Any, x: Any) -> Any:
     return a.cat((a.silu(first) * second, first), -1)
 
 
-#: name -> a step between the projections, ``step(module, adapter, hidden, input)``.
+#: Name -> a step between the projections: ``step(module, adapter, hidden, input)``.
 STEPS: dict[str, Step] = {
     "relu": lambda m, a, h, x: a.relu(h),
     "gelu": lambda m, a, h, x: a.gelu(h) * 0.5 + h,
@@ -123,7 +123,7 @@ STEPS: dict[str, Step] = {
     "plain norm in heads": lambda m, a, h, x: a.reshape(m.plain_norm(a.reshape(h, _heads(h))), (*h.shape[:2], -1)),
     "size of a part": lambda m, a, h, x: h * h.shape[-1] ** -0.5,
 }
-#: name -> the end, ``end(module, adapter, hidden, input)``: what follows from the last hidden state.
+#: Name -> the last step, from the hidden state to the output: ``end(module, adapter, hidden, input)``.
 ENDS: dict[str, Step] = {
     "down": lambda m, a, h, x: m.down(h),
     "residual": lambda m, a, h, x: x + m.down(h),
@@ -131,7 +131,7 @@ ENDS: dict[str, Step] = {
     "summand": lambda m, a, h, x: x + a.sum(h, -1, True),
     "relu of a summand": lambda m, a, h, x: a.relu(a.sum(h, -1, True)) + x,
 }
-#: Steps and ends that compute the same on ranks as on one device.
+#: Number of first steps that compute the same on ranks as on one device.
 _RIGHT = 14
 PLAN: dict[str, Any] = {
     "up": ColwiseParallel(),
@@ -142,7 +142,7 @@ PLAN: dict[str, Any] = {
     "whole": ColwiseParallel(output_layouts=Replicate()),
     "plain_gate": NoParallel(),
 }
-#: "gathered" needs its part: the program takes the whole as it is, which does not fit, and is refused on all ranks.
+#: The step "gathered" needs a shard. Its layer returns the full tensor, which does not fit, so all ranks refuse it.
 _LAYERS = {
     "up": (8, HIDDEN),
     "other": (8, HIDDEN),
@@ -169,7 +169,7 @@ def _model(run: Callable[[Any, Any, Any], Any], layers: dict[str, tuple[int, int
 
 
 def program_of(seed: int) -> tuple[list[str], str]:
-    """The steps and the end of a seed. Two thirds have right ones alone."""
+    """Return the steps and the end of a seed. Two thirds of the seeds have only right steps and ends."""
     draw = random.Random(seed)
     names, ends = list(STEPS), list(ENDS)
     good = seed % 3 != 0
@@ -181,7 +181,7 @@ def program_of(seed: int) -> tuple[list[str], str]:
 
 
 def outcome_of(make: Callable[[], Any], plan: dict[str, Any], mesh: Any, shape: tuple[int, ...]) -> tuple[str, str]:
-    """An outcome of `KINDS` but ``disagree``, with the finding, the error or the difference."""
+    """Return an outcome of `KINDS` except ``disagree``, with the finding, the error or the difference."""
     adapter = get_adapter()
     values = floats(*shape)
 
@@ -226,13 +226,13 @@ def _difference(got: Any, wanted: Any) -> float:
     got, wanted = (np.asarray(x if isinstance(x, np.ndarray) else get_adapter().numpy(x)) for x in (got, wanted))
     if got.shape != wanted.shape:
         return np.inf
-    scale = max(float(np.abs(wanted).max()), 1e-2)  # a gradient of rounding errors is none
+    scale = max(float(np.abs(wanted).max()), 1e-2)  # smaller gradients may consist of rounding errors
     return float(np.abs(got - wanted).max()) / scale
 
 
 @spmd.on_mesh(names=("tp",))
 def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
-    """The outcome of the program of each seed, on this rank."""
+    """Return the outcome of the program of each seed on this rank."""
     found = []
     for seed in seeds:
         steps, end = program_of(seed)
@@ -247,7 +247,7 @@ def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
     return found
 
 
-#: Styles that take the place of one of a plan; None leaves it out.
+#: Replacements for a style of a plan; None removes the entry.
 CHANGES: dict[str, Callable[[], Any] | None] = {
     "none": None,
     "colwise": ColwiseParallel,
@@ -268,13 +268,13 @@ def _suite() -> Any:
 
 
 def changed_plans() -> list[tuple[str, str, str]]:
-    """(case, key, change) for the right programs of the conformance suite, and each entry of their plans."""
+    """Return (case, key, change) for each entry of the plans of the conformance suite's right programs."""
     return [(name, key, change) for name, case in _suite().RIGHT.items() for key in case.plan for change in CHANGES]
 
 
 @spmd.on_mesh(names=("tp",))
 def classify_plan(mesh: Any, changed: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
-    """The outcome of each plan with one entry changed, on this rank."""
+    """Return the outcome of each changed plan on this rank."""
     suite, found = _suite(), []
     for name, key, change in changed:
         case, style = suite.RIGHT[name], CHANGES[change]
@@ -286,7 +286,7 @@ def classify_plan(mesh: Any, changed: Sequence[tuple[str, str, str]]) -> list[tu
 
 
 def combined(ranks: Sequence[list[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """One outcome of each program: one rank that differs makes it wrong. Ranks that come to other findings disagree."""
+    """Return one outcome for each program. One wrong rank makes it wrong; ranks with other findings disagree."""
     order = ("raised", "missed", "found", "alarm", "warned", "part", "right")
     found = []
     for members in zip(*ranks, strict=True):
@@ -300,7 +300,7 @@ def combined(ranks: Sequence[list[tuple[str, str]]]) -> list[tuple[str, str]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Count the outcomes of random programs, or of changed plans; list those that are missed, and false alarms."""
+    """Count the outcomes of random programs or of changed plans. Print misses and false alarms."""
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n", maxsplit=1)[0])
     parser.add_argument("platform")
     parser.add_argument("--count", type=int, default=300)

@@ -1,4 +1,4 @@
-"""Programs as data: made from a seed, the same on every rank, printed as a few lines."""
+"""Programs as data: generated from a seed, equal on every rank, printed in a few lines."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from hyper_parallel.testing.fuzz.words import WORDS, apply, has_step
 __all__ = ["Leaf", "Limits", "Program", "Step", "generate", "values_of", "written_leaves"]
 
 MESHES = ((4,), (2,), (3,), (2, 2))
-#: Larger numbers in float16 are not compared: a summand of a sum, or of a product of it, may overflow alone.
+#: Limit of float16 numbers: with larger ones, a summand alone may overflow, or a product of it.
 MOST_HALF = 256
-#: One of so many seeds makes a program about the order of memory.
+#: One in this many seeds makes a program about memory order.
 OF_MEMORY = 10
 DTYPES = ("float32", "float32", "float32", "float32", "float64", "float16", "int64", "bool")
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a program is given.
+    """An input tensor of a program.
 
     Attributes:
-        shape, dtype: global.
-        placements: how it is distributed.
+        shape, dtype: global shape and dtype.
+        placements: placements on the mesh.
         requires_grad: whether its gradient is compared.
-        seed: of its values.
-        has_nan: whether some of them are NaN.
+        seed: seed of its values.
+        has_nan: whether some values are NaN.
     """
 
     shape: tuple[int, ...]
@@ -40,8 +40,7 @@ class Leaf:
     has_nan: bool = False
 
     def values(self, shaken: int = 0) -> np.ndarray:
-        """The whole tensor; ``shaken`` by a random error such as rounding makes, another one for each number above
-        0."""
+        """Return the full values. A positive ``shaken`` adds random errors like rounding, different for each number."""
         values = self._values()
         return _shaken(values, np.random.default_rng((self.seed, shaken))) if shaken else values
 
@@ -58,7 +57,7 @@ class Leaf:
 
 
 def _shaken(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """``values`` with errors like those of rounding, if they are floating."""
+    """Return ``values`` with errors like rounding, if they are floating point."""
     if not np.issubdtype(values.dtype, np.floating):
         return values
     error = (1e-3 if values.dtype == np.float16 else 1e-6) * (1 + np.abs(values))
@@ -67,7 +66,7 @@ def _shaken(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Step:
-    """A word with the numbers of the values that it takes and its other arguments. ``redistribute`` is one too."""
+    """A word or ``redistribute``, with the indices of its input values and its other arguments."""
 
     word: str
     inputs: tuple[int, ...]
@@ -76,14 +75,14 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """Program to run.
+    """A chain of operations.
 
     Attributes:
-        seed: that it was made from.
+        seed: seed that generated the program.
         mesh: shape of the mesh.
-        leaves: the first values.
-        steps: each adds its results to the values.
-        outputs: the numbers of the values that are compared; of the floating ones a loss is made.
+        leaves: input tensors, which are the first values.
+        steps: operations; each appends its results to the values.
+        outputs: indices of the values that are compared; the floating point ones also form a loss.
         second_order: whether gradients of gradients are compared.
         row_major: see `Limits`.
     """
@@ -98,7 +97,7 @@ class Program:
 
     @property
     def writes(self) -> bool:
-        """Return whether it writes in place."""
+        """Return whether the program writes in place."""
         return any(step.word != "redistribute" and WORDS[step.word].writes for step in self.steps)
 
     def __str__(self) -> str:
@@ -122,17 +121,17 @@ class Limits:
     """Limits of programs for a framework.
 
     Attributes:
-        writes_with_gradients: whether in-place writes and gradients meet in one program.
+        writes_with_gradients: whether a program may have both in-place writes and gradients.
         nan: whether values may be NaN.
-        second_order: whether there are gradients of gradients.
-        dtypes: of leaves.
+        second_order: whether programs may compare gradients of gradients.
+        dtypes: dtypes of leaves.
         without: words that the framework does not have.
-        shortest: of the dimensions that a softmax runs over, and of sequences.
-        gradients_of_nothing: whether the framework's own gradients are right where a tensor has no elements.
+        shortest: least length of a dimension of a softmax, and of a sequence.
+        gradients_of_nothing: whether the framework's gradients of empty tensors are right.
         gradients_of_steps: whether slices with a step have gradients.
-        copies_offsets: whether `contiguous` copies a contiguous view that begins behind the first element of its base.
-        gradient_shapes: whether the framework's own gradients have the shapes of their tensors.
-        row_major: whether results that are no views are in row-major order, whatever the order of the operands.
+        copies_offsets: whether `contiguous` copies a contiguous view that starts after the first element of its base.
+        gradient_shapes: whether the framework's gradients have the shapes of their tensors.
+        row_major: whether results other than views are in row-major order, whatever the order of the operands.
     """
 
     writes_with_gradients: bool = True
@@ -149,7 +148,7 @@ class Limits:
 
 
 def generate(seed: int, limits: Limits) -> Program:
-    """The program of a seed."""
+    """Return the program of a seed."""
     rng = np.random.default_rng((seed, 4421))
     mesh = MESHES[int(rng.choice(len(MESHES), p=(0.4, 0.15, 0.1, 0.35)))]
     second_order = limits.second_order and rng.random() < 0.1
@@ -193,13 +192,13 @@ def _leaf(
 ) -> Leaf:
     kind = rng.random()
     shape = base
-    if kind < 0.25:  # the other factor of a product
+    if kind < 0.25:  # the second factor of a product
         shape = (base[-1], int(rng.integers(1, 6)))
-    elif kind < 0.4:  # broadcasts
+    elif kind < 0.4:  # a tensor that broadcasts
         shape = tuple(1 if rng.random() < 0.4 else n for n in base[int(rng.integers(0, len(base) + 1)) :])
     elif kind < 0.46:  # the weight of a norm
         shape = base[-1:]
-    elif kind < 0.56:  # numbers of rows or of classes
+    elif kind < 0.56:  # indices of rows or of classes
         shape, dtype = base[: int(rng.integers(1, len(base) + 1))], "int64"
     if not second_order and dtype != "int64" and rng.random() < 0.15:
         dtype = str(rng.choice(limits.dtypes))
@@ -219,7 +218,7 @@ def _placements(
     for size in mesh:
         draw = rng.random()
         if packed and draw < 0.3:
-            found.append(Shard(found[0].dim))  # a rank's share of all parts is cut as one piece
+            found.append(Shard(found[0].dim))  # a rank's shard of all packed matrices is sharded as one piece
         elif shape and draw < 0.55 and not packed:
             found.append(Shard(int(rng.integers(0, len(shape)))))
         elif shape and draw < 0.62 and not any(p.is_shard() for p in found):
@@ -233,7 +232,7 @@ def _placements(
             found.append(Replicate())
         last_first = int(draw * 1000) % 2
     if len(mesh) == 2 and last_first and found[0].is_shard() and found[1].is_shard(found[0].dim):
-        # The second mesh dimension cuts first.
+        # The second mesh dimension shards first.
         return StridedShard(found[0].dim, mesh[1]), found[0] if packed else found[1]
     return tuple(found)
 
@@ -246,14 +245,14 @@ def _step(
     limits: Limits,
     words: np.ndarray,
 ) -> Step | None:
-    """A step that fits, of which the results are added to ``values``; ``words`` says how likely each word is."""
+    """Return a random step that fits, and append its results to ``values``; ``words`` are probabilities of words."""
     fixed = [values[i] for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
     if rng.random() < 0.1:
         at = int(rng.integers(0, len(values)))
         placements = _placements(rng, values[at].shape, program.mesh)
         values.append(values[at].copy())
         return Step("redistribute", (at,), (placements,))
-    # Later values are taken more often: chains, not fans.
+    # Later values are drawn more often, so that programs are chains.
     weights = np.arange(1.0, len(values) + 1) ** 2
     weights /= weights.sum()
     for _ in range(40):
@@ -275,7 +274,7 @@ def _step(
             try:
                 results = apply(word.name, arrays, args, program.row_major)
             except ValueError:
-                continue  # a write to an expanded tensor
+                continue  # NumPy refuses to write to an expanded array
             if not word.writes and any(r.dtype == np.float16 and (np.abs(r) > MOST_HALF).any() for r in results):
                 continue
             values += results
@@ -292,7 +291,7 @@ def _likely(weights: dict[str, float]) -> np.ndarray:
 
 
 _WEIGHTS = _likely({word.name: word.weight for word in WORDS.values()})
-#: The first word, and the others, of programs about the order of memory.
+#: Probabilities of the first word, and of later words, in programs about memory order.
 _FIRST = _likely({"transpose": 1, "permute": 1})
 _MEMORY = _likely(
     {
@@ -307,8 +306,8 @@ _MEMORY = _likely(
 
 
 def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
-    """All values of a program in NumPy. `Leaf.values` says how they are shaken. The targets of writes are shaken too:
-    numbers that were equal before a write are so no more."""
+    """Return all values of a program in NumPy. `Leaf.values` explains ``shaken``. Targets of writes are shaken too,
+    so that equal numbers differ after a write."""
     values = [leaf.values(shaken) for leaf in program.leaves]
     for number, step in enumerate(program.steps):
         results = _results(program, step, values)
@@ -319,7 +318,7 @@ def values_of(program: Program, shaken: int = 0) -> list[np.ndarray]:
 
 
 def _results(program: Program, step: Step, values: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the arrays that a step of ``program`` adds to those before it."""
+    """Return the arrays that a step of ``program`` appends to ``values``."""
     arrays = [values[i] for i in step.inputs]
     if step.word == "redistribute":
         return [arrays[0].copy()]
@@ -327,7 +326,7 @@ def _results(program: Program, step: Step, values: list[np.ndarray]) -> list[np.
 
 
 def _counts(program: Program) -> list[int]:
-    """The number of results of each step."""
+    """Return the number of results of each step."""
     values = [leaf.values() for leaf in program.leaves]
     counts: list[int] = []
     for step in program.steps:

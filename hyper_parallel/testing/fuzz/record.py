@@ -1,4 +1,4 @@
-"""The file that says which programs were run last: ci/last_fuzz.json."""
+"""The record of the last runs of random programs: ci/last_fuzz.json."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ __all__ = ["add_run", "commit_of"]
 def add_run(
     file: Path, platform: str, commit: str, first: int, count: int, outcomes: dict[str, int], seconds: float
 ) -> None:
-    """Add a run to ``file``. Runs add up, whatever their commits, until one is bad: that one stands alone, and the next
-    begins anew. A run that goes on where the last run of the same commit ended is part of it.
+    """Add a run to ``file``. The counts of runs of any commit add up, until one run is bad.
+
+    A bad run starts a new record, and so does the run after it. A run that continues where the last run of the same
+    commit ended is merged with it.
 
     Args:
-        file: a JSON file, made where there is none.
+        file: a JSON file; it is created if it does not exist.
         platform: the backend; after a comma, the kind of programs.
-        commit: that ran, as `commit_of` says.
-        first: its first seed.
-        count: how many programs.
-        outcomes: how many had each.
-        seconds: it took.
+        commit: commit of the run, see `commit_of`.
+        first: first seed of the run.
+        count: number of programs.
+        outcomes: number of programs by outcome.
+        seconds: duration of the run.
     """
     known: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     entry = known.get(platform)
@@ -57,7 +59,7 @@ def _is_bad(outcomes: dict[str, int]) -> bool:
 
 
 def commit_of(folder: Path) -> str:
-    """The commit that runs, with ``+changes`` where the library is not as committed; empty where git knows none."""
+    """Return the commit in ``folder``, with ``+changes`` if the library has changes; empty if git knows no commit."""
 
     def git(*arguments: str) -> str:
         run = subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Chains of operations with something left out."""
+"""Smaller variants of chains of operations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["smaller"]
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs that can run, with something left out, the most promising first."""
+    """Return valid smaller variants of a program, the most promising first."""
     return (found for found in _smaller(program) if _is_valid(found))
 
 
@@ -25,7 +25,7 @@ def _is_valid(program: Program) -> bool:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Programs with something left out, the most promising first."""
+    """Yield smaller variants of a program, the most promising first; some may be invalid."""
     if len(program.outputs) > 1:
         for i in program.outputs:
             yield replace(program, outputs=(i,))
@@ -57,12 +57,12 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _natural(placements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The placements with all cuts in the order of the mesh dimensions."""
+    """Return the placements with shards in the order of the mesh dimensions."""
     return tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
 
 
 def _without_step(program: Program, at: int) -> Program | None:
-    """The program without one step and its results; None where they are used."""
+    """Return the program without one step and its results; None if the results are used."""
     counts = _results_of(program)
     start = len(program.leaves) + sum(counts[:at])
     gone, count = range(start, start + counts[at]), counts[at]
@@ -77,7 +77,7 @@ def _without_step(program: Program, at: int) -> Program | None:
 
 
 def _past_step(program: Program, at: int) -> Iterator[Program]:
-    """The program with an operand of a step wherever its result was, if they have the same shape and dtype."""
+    """Yield the program with the result of a step replaced by an operand of the same shape and dtype."""
     values, counts, step = values_of(program), _results_of(program), program.steps[at]
     start = len(program.leaves) + sum(counts[:at])
     if counts[at] != 1:

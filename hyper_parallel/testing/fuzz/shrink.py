@@ -1,4 +1,4 @@
-"""Make a program that fails smaller while it fails in the same way."""
+"""Reduction of a failing program to a smaller one that fails in the same way."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hyper_parallel.testing.pool import WorkerPool
 
 __all__ = ["shrink", "smallest"]
 
-#: Programs tried at most: one that hangs may cost its time-out.
+#: Most programs that are tried, by kind of failure: each hanging program may cost its time-out.
 TRIES = {"hanging": 100}
 MANY = 200
 
 
 def shrink(pool: WorkerPool, program: Any, kind: str, family: str = "operations") -> Any:
-    """The smallest program found that has the outcome ``kind``."""
+    """Return the smallest program found that has the outcome ``kind``."""
 
     def fails(smaller: Any) -> bool:
         return judge(pool, smaller, family).kind == kind
@@ -32,7 +32,7 @@ def smallest(
     tries: int = MANY,
     smaller: Callable[[Any], Iterator[Any]] = reductions.smaller,
 ) -> Any:
-    """The smallest program found for which ``fails`` is true; it is asked ``tries`` times at most."""
+    """Return the smallest program found for which ``fails`` is true, after at most ``tries`` calls."""
     progress = True
     while progress:
         progress = False

@@ -24,7 +24,7 @@ from hyper_parallel.testing.fuzz.program import Limits
 __all__ = ["Reference", "on_one_device", "run"]
 
 STEPS = 3
-#: So slow that weights stay small: where values explode, rounding does too.
+#: Learning rate, low enough to keep weights small: exploding values amplify rounding errors.
 RATE = 0.005
 _R = Replicate()
 Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]
@@ -32,8 +32,9 @@ Parts = tuple[str, Callable[[Any], Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of a seed's stack on a single device: losses, gradients and parameters by name; or the reason for
-    none."""
+    """Results of a seed's stack on a single device.
+
+    ``wanted`` has outputs and gradients by name. If there are none, ``problem`` is the reason."""
 
     seed: int
     wanted: dict[str, np.ndarray]
@@ -52,7 +53,7 @@ def on_one_device(seed: int) -> Reference:
 
 
 def run(reference: Reference) -> tuple[str, str] | None:
-    """The verdict of this rank on a stack, None outside the mesh."""
+    """Train the stack on this rank, and return the verdict; None outside the mesh."""
     ranks, parts, x = _stack(reference.seed)
     mesh = spmd.device_mesh(ranks)
     if mesh is None:
@@ -74,7 +75,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 
 def _stack(seed: int) -> tuple[int, list[Parts], np.ndarray]:
-    """Number of ranks, modules and input of a seed."""
+    """Return the number of ranks, the modules and the input of a seed."""
     rng, shortest = np.random.default_rng((seed, 977)), Limits(**get_adapter().FUZZ_LIMITS).shortest
     ranks = int(rng.choice((2, 3, 4)))
     batch, length, heads = int(rng.integers(1, 4)), int(rng.integers(shortest, 6)), ranks * int(rng.integers(1, 3))
@@ -84,7 +85,7 @@ def _stack(seed: int) -> tuple[int, list[Parts], np.ndarray]:
 
 
 def _part(rng: np.random.Generator, features: int, hidden: int) -> Parts:
-    """A module that keeps the number of features, and its plan."""
+    """Return a random module that keeps the number of features, with its plan."""
     bias = bool(rng.integers(0, 2))
     kinds: list[Parts] = [
         (
@@ -125,7 +126,7 @@ def _part(rng: np.random.Generator, features: int, hidden: int) -> Parts:
 
 
 def _train(adapter: Any, parts: list[Parts], array: np.ndarray, seed: int, mesh: Any) -> dict[str, np.ndarray]:
-    """Losses, gradients of the first step, and parameters after the last."""
+    """Return outputs and gradients of all steps, by name."""
     rng = np.random.default_rng((seed, 5))
     modules = []
     for _, make, plan in parts:
@@ -140,14 +141,14 @@ def _train(adapter: Any, parts: list[Parts], array: np.ndarray, seed: int, mesh:
     def through(x: Any, start: int, end: int | None = None) -> Any:
         for module, (_, _, plan) in list(zip(modules, parts, strict=True))[start:end]:
             if mesh is not None and isinstance(plan.get(""), SequenceParallel):
-                x = DTensor.from_local(x, mesh)  # a plain tensor would be this rank's part of the sequence
+                x = DTensor.from_local(x, mesh)  # a plain tensor would be taken for this rank's shard of the sequence
             x = adapter.call(module, x)
             if isinstance(x, DTensor):
                 x = x.full_tensor()
         return x
 
     for number in range(STEPS):
-        # Each module's gradients in a pass of their own: all are taken before any is stepped.
+        # Each module's gradients come from a separate pass. All passes run before any optimizer step.
         taken = []
         for i, module in enumerate(modules):
             begin = np.array(adapter.numpy(through(adapter.tensor(array), 0, i)))

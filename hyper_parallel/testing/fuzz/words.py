@@ -1,7 +1,7 @@
-"""The operations that random programs are made of, in the words of an adapter and in NumPy's.
+"""Operations of random programs, each as a call of an adapter and in NumPy.
 
-A word chooses its own arguments for the arrays that a program has at that point. So every program is valid on a single
-device. NumPy's version gives shapes, and values where a framework cannot write through a view.
+A word chooses its arguments for the arrays that a program has at that point. So every program is valid on a single
+device. The NumPy version gives shapes. It also gives values where a framework cannot write through a view.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import numpy as np
 __all__ = ["WORDS", "Word", "apply", "has_step"]
 
 Arrays = list[np.ndarray]
-#: Elements that an intermediate result may have at most.
+#: Most elements of an intermediate result.
 MOST = 512
 
 
 @dataclass(frozen=True)
 class Word:
-    """One operation.
+    """An operation.
 
     Attributes:
-        name: its name in programs.
-        count: how many tensors it takes.
-        choose: ``choose(rng, *arrays)`` gives the other arguments, or None where the word does not fit.
-        adapter: ``adapter(adapter, tensors, args)`` runs it on the tensors of a framework; a sequence of tensors for
-            several.
-        numpy: ``numpy(arrays, args)`` is the same in NumPy.
-        writes: whether it writes to its first tensor, which is its result.
-        weight: how often it is drawn.
+        name: name in programs.
+        count: number of tensors that it takes.
+        choose: ``choose(rng, *arrays)`` returns the other arguments, or None for tensors that do not fit.
+        adapter: ``adapter(adapter, tensors, args)`` runs it on tensors of the framework. It returns a sequence for
+            several results.
+        numpy: ``numpy(arrays, args)`` runs it in NumPy.
+        writes: whether it writes to its first tensor, which is the result.
+        weight: relative frequency in programs.
     """
 
     name: str
@@ -51,19 +51,19 @@ def _add(name: str, count: int, choose: Any, adapter: Any, numpy: Any, **options
 
 
 def apply(word: str, arrays: Arrays, args: tuple, row_major: bool = False) -> list[np.ndarray]:
-    """Return the results of a word in NumPy, as a list. With ``row_major``, new arrays are in that order, unlike
+    """Return the results of a word in NumPy, as a list. With ``row_major``, new arrays are in row-major order, unlike
     NumPy's."""
     with np.errstate(all="ignore"):
         result = WORDS[word].numpy(arrays, args)
         results = result if isinstance(result, (tuple, list)) else [np.asanyarray(result)]
-        # Before NumPy 2, a float32 of no dimension and a Python number make a float64.
+        # Before NumPy 2, a 0-D float32 array and a Python number make a float64.
         dtype = next((x.dtype for x in arrays if _floating(x)), np.dtype(np.float64))
         results = [y.astype(dtype, copy=False) if _floating(y) else y for y in results]
         return [_in_row_major_order(y, arrays) for y in results] if row_major else results
 
 
 def _in_row_major_order(y: np.ndarray, arrays: Arrays) -> np.ndarray:
-    """``y``, or a copy in row-major order if it is a new array of another order."""
+    """Return ``y``, or a copy in row-major order if it is a new array in another order."""
     is_view = any(np.may_share_memory(y, x) for x in arrays)
     return y if is_view else np.ascontiguousarray(y).reshape(y.shape)
 
@@ -73,7 +73,7 @@ def _floating(x: np.ndarray) -> bool:
 
 
 def _index(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Ints, slices, None and dots, encoded: a tuple stands for a slice."""
+    """Return an encoded index of ints, slices, None and an ellipsis: a tuple stands for a slice."""
     items: list[Any] = []
     for size in x.shape[: int(rng.integers(0, x.ndim + 1))]:
         kind = rng.integers(0, 4)
@@ -103,7 +103,7 @@ def has_step(index: tuple) -> bool:
 
 
 def _indexed(x: np.ndarray, index: tuple) -> np.ndarray:
-    # With dots, an element is a view as well.
+    # An ellipsis makes single elements views too.
     return x[_decode(index if Ellipsis in index else (*index, ...))]
 
 
@@ -116,7 +116,7 @@ def _of_floats(rng: np.random.Generator, *arrays: np.ndarray) -> tuple | None:
 
 
 def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Check two tensors that broadcast and have one dtype."""
+    """Accept two tensors of one dtype that broadcast."""
     if x.dtype != y.dtype or x.dtype == bool:
         return None
     try:
@@ -127,17 +127,17 @@ def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | No
 
 
 def _rounded(x: np.ndarray) -> float:
-    """The error that rounding may leave in numbers around 1."""
+    """Return the error that rounding may cause in numbers around 1."""
     return 0.05 if x.dtype == np.float16 else 1e-3
 
 
 def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Floats whose sign rounding does not decide."""
+    """Accept floats so far from zero that rounding cannot change a sign."""
     return () if _floating(x) and not (np.abs(x) <= _rounded(x)).any() else None
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """A dimension along which rounding does not decide which element is largest, or with -1 which is smallest."""
+    """Return a chooser of a dimension whose largest element rounding cannot change; with ``sign`` -1 the smallest."""
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)
@@ -150,7 +150,7 @@ def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
 
 
 def _told_apart(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Check two tensors that broadcast, and whose larger elements do not depend on rounding."""
+    """Accept two tensors that broadcast, for which rounding cannot change the elementwise maximum."""
     if _alike(rng, x, y) is None:
         return None
     close = np.abs(x - y) <= _rounded(x) * np.maximum(1, np.abs(x)) if _floating(x) else np.zeros(1, bool)
@@ -184,7 +184,7 @@ def _softmax(x: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _log_softmax(x: np.ndarray, dim: int) -> np.ndarray:
-    """The logarithm of a softmax, not of the result of `_softmax`, which in float16 is soon zero."""
+    """Return the logarithm of a softmax, without computing the softmax, which soon is zero in float16."""
     y = x - x.max(axis=dim, keepdims=True) if x.size else x
     return y - np.log(np.exp(y).sum(axis=dim, keepdims=True))
 
@@ -272,7 +272,7 @@ _add(
 
 # ---------------------------------------------------------------------------- views
 def _shape(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Dimensions merged, or one of them cut in two."""
+    """Return a shape with two dimensions merged, or one dimension split."""
     shape = list(x.shape)
     if x.ndim > 1 and rng.random() < 0.6:
         i = int(rng.integers(0, x.ndim - 1))
@@ -490,7 +490,7 @@ _add(
 
 
 def _small_and_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """A dimension of an operand of an exponential: not all frameworks take away the largest element first."""
+    """Choose a dimension for an exponential of small numbers: some frameworks do not subtract the maximum first."""
     return None if np.abs(x).max(initial=0.0) > (10 if x.dtype == np.float16 else 80) else _full_dim(rng, x)
 
 
@@ -511,7 +511,7 @@ def _diagonal(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _strided(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Sizes and strides within a tensor that lies in memory in the usual order."""
+    """Choose sizes and strides within a tensor whose memory is in row-major order."""
     if not x.size or not x.flags.c_contiguous:
         return None
     sizes, strides, last = [], [], 0
@@ -532,7 +532,7 @@ _add(
     1,
     _diagonal,
     lambda adapter, xs, a: adapter.diagonal(xs[0], *a),
-    # NumPy's own result is not writeable.
+    # The result of NumPy is not writeable.
     lambda xs, a: _writeable(xs[0].diagonal(*a), xs[0]),
 )
 _add(

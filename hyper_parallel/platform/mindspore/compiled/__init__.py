@@ -1,1 +1,1 @@
-"""The second forward of a plan, of which MindSpore makes graphs from their source."""
+"""The second forward of a plan: cells that MindSpore compiles into graphs from their source."""

@@ -1,4 +1,4 @@
-"""Cells that take the place of styled ones in graphs."""
+"""Cells that replace styled cells in graphs: their stand-ins."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ __all__ = [
     "stand_in",
 ]
 
-#: By cell: the description that it was made of, the cell that stands for it, and its number.
+#: By cell: the state that its stand-in was made from, the stand-in, and its number.
 _made: weakref.WeakKeyDictionary[nn.Cell, tuple[Any, GraphCell, int]] = weakref.WeakKeyDictionary()
 _numbers = count()
 
 
 def set_compiled_forward(module: nn.Cell, how: Program | None) -> None:
-    """See `CompilerRole.set_compiled_forward`."""
+    """Record the program that a graph of ``module`` runs. See `CompilerRole.set_compiled_forward`."""
     how = None if how is None or how.distributed else how
-    # A function, which copies of the module share: the description in it is not to be copied.
+    # A function, because copies of the module share it: the description must not be copied.
     object.__setattr__(module, "_graph_form", lambda: how)
 
 
 def compiled_hook(hook: Callable, how: CompiledInputs | None) -> Callable:
-    """See `CompilerRole.compiled_hook`."""
+    """Return ``hook`` with the conversions that a graph makes. See `CompilerRole.compiled_hook`."""
     hook.graph_form = how  # type: ignore[attr-defined]
     return hook
 
 
 def share_compiled_inputs(module: nn.Cell) -> None:
-    """See `CompilerRole.share_compiled_inputs`."""
+    """Record that layers of ``module`` may share an input. See `CompilerRole.share_compiled_inputs`."""
     object.__setattr__(module, "_graph_shares", True)
 
 
@@ -53,7 +53,7 @@ def is_leaf(cell: nn.Cell) -> bool:
 
 
 def has_stand_in(cell: Any) -> bool:
-    """Return whether another cell is to stand for ``cell``."""
+    """Return whether graphs need another cell in place of ``cell``."""
     return isinstance(cell, nn.Cell) and (is_leaf(cell) or "_graph_shares" in vars(cell) or _has_style_hooks(cell))
 
 
@@ -66,10 +66,10 @@ def _hooks(cell: nn.Cell) -> tuple[Any, ...]:
 
 
 def stand_in(cell: nn.Cell) -> GraphCell:
-    """The cell for the parameters, the style and the hooks that ``cell``, which `has_stand_in`, has now.
+    """Return the stand-in for the current parameters, style and hooks of ``cell``, for which `has_stand_in` is true.
 
     Raises:
-        NotTracedError: where there is none.
+        NotTracedError: for a cell that graphs cannot hold.
     """
     key = _state(cell)
     known = _made.get(cell)
@@ -81,12 +81,12 @@ def stand_in(cell: nn.Cell) -> GraphCell:
 
 
 def _state(cell: nn.Cell) -> tuple[Any, ...]:
-    """Return the state that `_make` depends on. An id is that of an object which the cell that was made holds."""
+    """Return the state that `_make` depends on. The stand-in holds each object whose id is in the state."""
     state: list[Any] = [cell.training, cell.mixed_precision_type, cell._recompute_cell is None, *_hooks(cell)]
     parts = [cell] if is_leaf(cell) else [part for part in cell._cells.values() if part is not None and is_leaf(part)]
     for part in parts:
         state += (id(part), vars(part).get("_graph_form"), len(_hooks(part)))
-        # A graph goes on reading the memory that a parameter had when it was made.
+        # A graph reads the memory that a parameter had when the graph was made.
         state += [(id(p), getattr(p, "_layout", None), _memory(p)) for p in part._params.values() if p is not None]
     return tuple(state)
 
@@ -124,11 +124,11 @@ def _column(cell: nn.Cell | None) -> Program | None:
     if cell is None or not is_leaf(cell):
         return None
     how = _form(cell)
-    stand_in(cell)  # which raises where there is none
+    stand_in(cell)  # raises where there is none
     return how if how is not None and how.input_for_parts and how.given is None else None
 
 
 def number_of(cell: nn.Cell) -> int:
-    """A number that tells the `stand_in` of a cell from all others."""
+    """Return a number that identifies the `stand_in` of a cell."""
     stand_in(cell)
     return _made[cell][2]

@@ -1,7 +1,7 @@
-"""Styled modules as MindSpore's graphs have them: cells of plain local tensors and collectives.
+"""Stand-ins for styled modules in MindSpore's graphs: cells of plain local tensors and collectives.
 
-Made of a style's data (`Program`). Such a cell holds the very parameters of its module, under names that no
-other code uses: only here the parser is given a distributed parameter, which is then its local tensor.
+A stand-in is built from the data of a style (`Program`). It holds the parameters of its module, under names that no
+other code uses. Only there does the parser accept a distributed parameter, as its local tensor.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ __all__ = ["GraphCell", "Layer", "NotTracedError", "make_cell", "original_class"
 
 
 class NotTracedError(Exception):
-    """Why a module cannot be in a graph."""
+    """Raised with the reason why a module cannot be in a graph."""
 
 
 def original_class(module: nn.Cell) -> Any:
-    """The class that a cell had before styles gave it one of their own."""
+    """Return the class that a cell had before styles replaced its class."""
     return next(cls for cls in type(module).__mro__ if "_of_style" not in cls.__dict__)
 
 
 class GraphCell(nn.Cell):
-    """Cell that takes the place of another one in graphs. It registers no parameters: they belong to their own cell.
+    """Cell that replaces another cell in graphs. It registers no parameters: they belong to the replaced cell.
 
     Attributes:
-        original: that cell, where its other attributes may be read.
-        owned: the names of that cell's parameters. Other readers of these names get no answer.
+        original: the replaced cell, if its other attributes may be read.
+        owned: names of the parameters of the replaced cell. Reading these names from other code raises an error.
     """
 
     original: nn.Cell | None = None
@@ -42,15 +42,15 @@ class GraphCell(nn.Cell):
         object.__setattr__(self, "owned", frozenset(owned))
 
     def hold(self, name: str, p: Any) -> None:
-        """Let ``construct`` read a parameter as ``name``."""
+        """Let ``construct`` read the parameter ``p`` as ``name``."""
         object.__setattr__(self, name, p)
 
 
 def make_cell(module: nn.Cell, how: Program) -> Layer:
-    """The cell that stands for ``module``, with the parameters that it has now.
+    """Return the stand-in for ``module``, with its current parameters.
 
     Raises:
-        NotTracedError: where there is none.
+        NotTracedError: for a module that graphs cannot hold.
     """
     if not how.local:
         raise NotTracedError("its output is a DTensor: give its style use_local_output=True")
@@ -62,7 +62,7 @@ def make_cell(module: nn.Cell, how: Program) -> Layer:
 
 
 class Layer(GraphCell):
-    """A program: the steps of the input, the operation, the steps of its result."""
+    """A program as a cell: the step of the input, the operation, and the step of the output."""
 
     def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
         super().__init__(own)
@@ -102,7 +102,7 @@ class Layer(GraphCell):
 
 
 def _check_steps(how: Program, own: dict[str, Any], takes: Any, gives: Any, wanted: Any) -> None:
-    """Raise NotTracedError for steps that graphs do not have."""
+    """Raise NotTracedError for steps that graphs cannot do."""
     if how.gives == KEPT and takes != how.given:
         raise NotTracedError("its input would be cut in another way before it")
     if how.packed and gives == -1 and wanted != -1:
@@ -118,14 +118,14 @@ def _check_steps(how: Program, own: dict[str, Any], takes: Any, gives: Any, want
 
 
 def _outputs(own: dict[str, Any]) -> int:
-    """How many features the output of a row-parallel layer has: the dimension of its weight that is not cut."""
+    """Return the number of output features of a row-parallel layer: the size of its weight's unsharded dimension."""
     weight = next(p for p in own.values() if len(p.shape) == 2)
     return int(weight.shape[1 - weight._layout.placements[0].dim])
 
 
 # ------------------------------------------------------------------------------------------------ operations
 def _operation(module: Any, how: Program, own: dict[str, Any], ranks: Ranks) -> tuple[nn.Cell, Any]:
-    """The operation on local tensors, and the bias that is added to the sum of its results."""
+    """Return the operation on local tensors, and the bias to add to the all-reduced output, or None."""
     if how.sizes and not _is_embedding(module):
         known = original_class(module) in (nn.Dense, mint.nn.Linear)
         if not known or getattr(module, "activation", None) is not None:
@@ -157,7 +157,7 @@ class _Linear(GraphCell):
 
 
 class _Embedding(GraphCell):
-    """Looks up rows: all of them, or those that this rank has, with zeros for others."""
+    """An embedding lookup. If the rows are sharded, ids on other ranks give zeros."""
 
     def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
         super().__init__(own)
@@ -168,7 +168,7 @@ class _Embedding(GraphCell):
             raise NotTracedError("an embedding that does more than look rows up, or this kind of module, is not traced")
         self.looks_up = original_class(module) is nn.Embedding
         if self.looks_up:
-            self.hold("_table", *own.values())  # its own code knows how many features there are
+            self.hold("_table", *own.values())  # the cell's own code would expect the full number of features
         else:
             self.body = _body(module, own, Same)
         self.has_all = how.gives != SUMMANDS
@@ -205,7 +205,7 @@ def _embedding_table(self: Any) -> Any:
     return self.read_embedding_table()
 
 
-#: The readers of a parameter of that name. They are functions of their own, because the parser reads their source.
+#: Readers of parameters by name. Each is written out as a function, because the parser reads its source.
 _READERS: dict[str, Callable] = {
     "weight": _weight,
     "bias": _bias,
@@ -216,7 +216,7 @@ _READERS: dict[str, Callable] = {
 
 
 class _Parameter(GraphCell):
-    """A parameter as the module's own code is to see it."""
+    """A parameter as the module's own code sees it."""
 
     def __init__(self, p: Any, read: nn.Cell) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class _Parameter(GraphCell):
 
 
 def _body(module: Any, own: dict[str, Any], read: Callable[[], nn.Cell]) -> nn.Cell:
-    """A cell with the code and the attributes of ``module``, which finds local tensors where its parameters are."""
+    """Return a cell with the code and attributes of ``module``, which reads local tensors as its parameters."""
     unknown = [name for name in own if name not in _READERS]
     if unknown or module._cells:
         raise NotTracedError(f"it holds {', '.join(map(repr, unknown or module._cells))}, which is not known there")

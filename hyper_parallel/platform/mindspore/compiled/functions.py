@@ -1,11 +1,11 @@
 """The steps of `STEPS` inside of MindSpore's graphs, on plain local tensors.
 
-They are cells, because a graph takes its backward from `bprop`. MindSpore parses the source of both methods: ``self``
-must have that name, and values decided in Python are attributes.
+The steps are cells, because a graph takes their backward from `bprop`. MindSpore parses the source of both methods. So
+``self`` must have that name, and values decided in Python must be attributes.
 
-On CPU graphs have all-reduce, of single and half precision, and all-gather, among all ranks only. So a smaller group
-gathers. Parts of unequal sizes are gathered by adding up the parts between zeros. To reduce and scatter is to add up
-and take one's part, as in PyNative mode.
+On CPU graphs have two collectives, among all ranks only: all-gather, and all-reduce in single and half precision. So a
+smaller group gathers by an all-reduce. Shards of unequal sizes are also gathered by an all-reduce, of shards padded
+with zeros. Reduce-scatter is an all-reduce and a slice, as in PyNative mode.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["Ranks", "Same", "ScatterAndAdd", "Step", "step_cell"]
 
 
 class Ranks:
-    """The ranks of a group, as these cells need them.
+    """Group, its size and this rank, for the cells below.
 
     Args:
         group: name of the group.
-        size, rank: how many they are, and which one this is.
+        size, rank: number of ranks in the group, and this rank.
     """
 
     def __init__(self, group: str, size: int, rank: int) -> None:
@@ -35,7 +35,7 @@ class Ranks:
 
 
 class Same(nn.Cell):
-    """Function that needs no collective."""
+    """Cell that returns its input."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
@@ -45,7 +45,7 @@ class Same(nn.Cell):
 
 
 class _AllReduce(nn.Cell):
-    """Summands to their sum."""
+    """Cell that sums the ranks' summands."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(auto_prefix=False)
@@ -56,7 +56,7 @@ class _AllReduce(nn.Cell):
 
 
 class _AllGather(nn.Cell):
-    """Parts along ``dim``, of ``sizes`` or equal, to the whole."""
+    """Cell that gathers shards along ``dim``, of ``sizes`` or of equal size."""
 
     def __init__(self, ranks: Ranks, dim: int, sizes: tuple[int, ...] = ()) -> None:
         super().__init__(auto_prefix=False)
@@ -87,7 +87,7 @@ class _AllGather(nn.Cell):
 
 
 class _OwnPart(nn.Cell):
-    """The whole to this rank's part along ``dim``."""
+    """Cell that slices this rank's shard along ``dim`` from a replicated tensor."""
 
     def __init__(self, ranks: Ranks, dim: int, sizes: tuple[int, ...] = ()) -> None:
         super().__init__(auto_prefix=False)
@@ -104,7 +104,7 @@ class _OwnPart(nn.Cell):
 
 
 class _ReduceScatter(nn.Cell):
-    """Summands to this rank's part of their sum along ``dim``, which are equal parts."""
+    """Cell that sums the ranks' summands and returns this rank's shard of the sum along ``dim``. Shards are equal."""
 
     def __init__(self, ranks: Ranks, dim: int) -> None:
         super().__init__(auto_prefix=False)
@@ -126,7 +126,7 @@ class _ReduceScatter(nn.Cell):
 
 
 class _Exchange(nn.Cell):
-    """Equal parts along one dimension to parts along another; through the whole, as CPU has nothing else."""
+    """Cell that changes the sharded dimension, with equal shards. It gathers and slices: CPUs have no all-to-all."""
 
     def __init__(self, ranks: Ranks, source: int, target: int) -> None:
         super().__init__(auto_prefix=False)
@@ -136,8 +136,8 @@ class _Exchange(nn.Cell):
         return self.part(self.gather(x))
 
 
-#: The movements of data in `STEPS`: a cell for ranks, source, target and sizes of the parts. A bias alone becomes
-#: summands, see `ScatterAndAdd`.
+#: The movements of data in `STEPS`: functions of ranks, source, target and sizes of the shards that return a cell. No
+#: cell makes summands of a replicated tensor: only a bias would need one, and `ScatterAndAdd` adds it.
 _MOVES: dict[str, Callable[[Ranks, Any, Any, tuple[int, ...]], nn.Cell]] = {
     "keep": lambda ranks, source, target, sizes: Same(),
     "sum": lambda ranks, source, target, sizes: _AllReduce(ranks),
@@ -149,7 +149,7 @@ _MOVES: dict[str, Callable[[Ranks, Any, Any, tuple[int, ...]], nn.Cell]] = {
 
 
 class Step(nn.Cell):
-    """A step of `STEPS` between two ways of holding a tensor."""
+    """Cell that does a step of `STEPS`, and in backward the step of the cotangent."""
 
     def __init__(self, ranks: Ranks, name: str, source: Any, target: Any, sizes: tuple[int, ...] = ()) -> None:
         super().__init__(auto_prefix=False)
@@ -164,14 +164,14 @@ class Step(nn.Cell):
 
 
 def step_cell(ranks: Ranks, source: Any, target: Any, sizes: tuple[int, ...] = (), for_parts: bool = False) -> nn.Cell:
-    """The cell of the step between two ways of holding a tensor: see `step_between`."""
+    """Return the cell that changes how a tensor is held: see `step_between`."""
     name = step_between(source, target, for_parts)
     return Same() if name is None or ranks.size == 1 else Step(ranks, name, source, target, sizes)
 
 
 class ScatterAndAdd(nn.Cell):
-    """Summands to this rank's part of their sum and of a bias, which all ranks have. Of a forward that does not use the
-    bias on all ranks MindSpore would leave its gradient out."""
+    """Cell that reduce-scatters summands and adds a replicated bias. All ranks use the bias in forward: otherwise
+    MindSpore would omit its gradient."""
 
     def __init__(self, ranks: Ranks, dim: int) -> None:
         super().__init__(auto_prefix=False)

@@ -1,4 +1,4 @@
-"""Conversions of inputs and outputs by hooks of styles, around a cell inside of a graph."""
+"""Cells that convert inputs and outputs inside of a graph, in place of hooks of styles."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["make_surrounded"]
 
 
 class _Conversion(GraphCell):
-    """One input or output to another layout."""
+    """Conversion of one input or output to another layout."""
 
     def __init__(self, module: Any, how: CompiledInputs, one: Conversion) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class _Conversion(GraphCell):
 
 
 class _Surrounded(GraphCell):
-    """A cell between the conversions of its inputs and outputs, and the readers that several of its layers share."""
+    """A cell with conversions of its inputs and outputs, and with gradient sums that several of its layers share."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class _Surrounded(GraphCell):
 
 
 def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
-    """The cell for each of the first inputs, or for each output."""
+    """Return a conversion for each of the first inputs, or for each output."""
     if not hooks:
         return []
     if len(hooks) > 1:
@@ -96,15 +96,15 @@ def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
 
 
 def make_surrounded(module: nn.Cell, columns: Mapping[str, Program]) -> GraphCell:
-    """The cell that stands for ``module``, which has hooks of styles, or several column-parallel layers below it.
+    """Return the stand-in for ``module``, which has hooks of styles or several column-parallel layers.
 
     Args:
         module: the cell.
-        columns: by name of its attribute, the column-parallel linear layers directly below it that may share the sum
-            of the gradient of their input.
+        columns: column-parallel linear layers directly below the cell, by attribute name. They may share the sum of
+            the gradient of their input.
 
     Raises:
-        NotTracedError: where there is none.
+        NotTracedError: for a module that graphs cannot hold.
     """
     before, after = list(module._forward_pre_hook.values()), list(module._forward_hook.values())
     hows: list[Any] = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
@@ -123,7 +123,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, Program]) -> GraphCel
 
 
 def _copied(module: nn.Cell) -> nn.Cell:
-    """A cell with the code, the attributes, the parameters and the cells of ``module``, whose hooks it leaves out."""
+    """Return a cell with the code, attributes, parameters and cells of ``module``, but without its hooks."""
     cls = original_class(module)
     new: Any = cls.__new__(cls)
     nn.Cell.__init__(new, auto_prefix=False)

@@ -1,8 +1,8 @@
-"""Graphs made from the source, by ``jit`` and in graph mode: answers for the parser where it comes across DTensors.
+"""Answers for MindSpore's parser where it meets DTensors, when ``jit`` or graph mode makes graphs from source.
 
-In place of cells that have styles it gets others (`forwards`, `hooks`), which alone may hold distributed parameters.
-All other distributed tensors are an error. Those that the function can reach raise before anything is parsed. Others,
-such as the value of a computed name, raise where the parser comes across them.
+In place of styled cells the parser gets their stand-ins (`forwards`, `hooks`). Only stand-ins may hold distributed
+parameters. Any other distributed tensor is an error. Reachable tensors raise before anything is parsed. Unreachable
+tensors, such as the value of a computed name, raise where the parser meets them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SOMETHING = "a function or cell that is compiled"
 
 
 class _Parsing:
-    """While a graph is made for a function that uses cells with styles, or runs."""
+    """Context in which a graph that uses styled cells is made or run. ``functions`` names the graphs, for messages."""
 
     functions: ClassVar[list[str]] = []
 
@@ -64,9 +64,9 @@ class _Parsing:
 
 
 def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the call of a function that is compiled with jit."""
+    """Replace the call of a function that is compiled with jit."""
     if not is_dispatching():
-        return original(executor, *args, **kwargs)  # an optimizer's step, compiled for the local tensors
+        return original(executor, *args, **kwargs)  # an optimizer's step, compiled for local tensors
     if isinstance(executor.obj, (nn.Optimizer, ms.experimental.optim.Optimizer)):
         return run_compiled_step(original, executor, args, kwargs)
     function = executor.fn
@@ -80,7 +80,7 @@ def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) ->
     if not used:
         return original(executor, *args, **kwargs)
     kept = executor._cell_cache_key_extend, executor.obj, executor.fn
-    # Graphs are kept by this name: another one for other parameters and other styles.
+    # MindSpore caches graphs by this name, so other parameters and styles need another name.
     executor._cell_cache_key_extend += f".{'.'.join([str(number_of(cell)) for cell in used])}"
     if has_stand_in(executor.obj):
         executor.obj = stand_in(executor.obj)
@@ -95,12 +95,12 @@ def checked_jit(original: Callable, executor: Any, *args: Any, **kwargs: Any) ->
 
 
 def _expect_gradients(used: list[nn.Cell]) -> None:
-    """Note that results of a graph may be the local parts of gradients, which no backward has marked."""
+    """Note that a graph may return local shards of gradients, which no backward of the library has recorded."""
     LocalGradients.expect(p for cell in used if is_leaf(cell) for p in cell._params.values())
 
 
 def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for making a graph, before it runs: the ranks compare the plain shards that it takes."""
+    """Replace the compilation of a graph: ranks compare the plain shards that the graph takes before it runs."""
     pending_comparisons.clear()
     phase = original(executor, *args, **kwargs)
     for compare, module, shape in pending_comparisons:
@@ -110,9 +110,9 @@ def checked_jit_compile(original: Callable, executor: Any, *args: Any, **kwargs:
 
 
 def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for the call of a cell in graph mode."""
+    """Replace the call of a cell in graph mode."""
     if not is_dispatching():
-        return original(cell, *args, **kwargs)  # an optimizer's step, for the local tensors
+        return original(cell, *args, **kwargs)  # an optimizer's step, on local tensors
     used: list[nn.Cell] = []
     what = f"{type(cell).__name__} in graph mode"
     found = next(reachable((args, kwargs, cell), used), None)
@@ -123,7 +123,7 @@ def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
         return original(cell, *args, **kwargs)
     root = stand_in(cell) if has_stand_in(cell) else cell
     kept = root.phase
-    # Graphs are kept by this name, as in `checked_jit`.
+    # MindSpore caches graphs by this name, as in `checked_jit`.
     root.phase = f"{cell.phase}.{'.'.join([str(number_of(part)) for part in used])}"
     try:
         with _Parsing(what):
@@ -134,16 +134,16 @@ def checked_cell(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
 
 
 def checked_compile(original: Callable, executor: Any, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for compiling a cell: in `checked_cell` as `checked_jit_compile` does, elsewhere without DTensors."""
+    """Replace the compilation of a cell. Inside `checked_cell` ranks compare shards; elsewhere DTensors raise."""
     if _Parsing.functions:
         return checked_jit_compile(original, executor, cell, *args, **kwargs)
-    if is_dispatching():  # else it is an optimizer's step, for the local tensors
+    if is_dispatching():  # otherwise it is an optimizer's step, on local tensors
         refuse(f"{type(cell).__name__} in a graph", _NOT_CALLED, args, kwargs, cell)
     return original(executor, cell, *args, **kwargs)
 
 
 def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
-    """Stands for the function that resolves names for the parser: attributes, and names of modules or closures."""
+    """Replace the parser's name resolution: attributes, and names of modules or closures."""
     if not is_dispatching():
         return original(namespace, name)
     owner = namespace.dicts[0] if isinstance(namespace, ClassMemberNamespace) else None
@@ -154,7 +154,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
             f"its style knows what its part of them is, or use the parameter in PyNative mode, without jit{_ABOUT}"
         )
     if isinstance(owner, GraphCell) and owner.original is not None and name == "_cells":
-        # The table of the cell that stands for it has other names.
+        # The `_cells` of the stand-in has other names.
         raise graph_error(what, Refused(owner.original, NotTracedError("its table of cells is read")), _ABOUT)
     if isinstance(owner, GraphCell) and owner.original is not None and not hasattr(owner, name):
         owner = owner.original
@@ -168,7 +168,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         raise graph_error(
             what, Refused(owner, NotTracedError("it is reached where the parser does not say so")), _ABOUT
         )
-    # Not looked through: of a module or a dict of names only a part is used.
+    # Modules and dicts of names are not searched, because the function uses only a part of them.
     if not isinstance(answer, dict) or isinstance(owner, nn.Cell):
         found = next(_tensors_in(answer), None)
         if found is not None:
@@ -180,7 +180,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
 
 
 def checked_answer(original: Callable, *args: Any) -> Any:
-    """Stands for other functions of MindSpore's that answer questions of the parser."""
+    """Replace other functions of MindSpore that answer the parser: a DTensor in the answer raises."""
     answer = original(*args)
     if is_dispatching():
         found = next(_tensors_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
@@ -190,7 +190,7 @@ def checked_answer(original: Callable, *args: Any) -> Any:
 
 
 def _tensors_in(answer: Any) -> Iterator[Any]:
-    """The DTensors in an answer, those of cells left out."""
+    """Yield the DTensors in an answer. Cells are not searched."""
     if isinstance(answer, InterceptedTensor):
         yield answer
     elif isinstance(answer, (tuple, list)):
@@ -201,7 +201,7 @@ def _tensors_in(answer: Any) -> Iterator[Any]:
 
 
 def _with_stand_ins(answer: Any) -> Any:
-    """An answer with other cells where these are to stand for those in it."""
+    """Return an answer with stand-ins in place of the cells that have one."""
     if isinstance(answer, MethodType) and answer.__name__ == "construct" and has_stand_in(answer.__self__):
         return stand_in(answer.__self__).construct
     if has_stand_in(answer):
@@ -218,6 +218,6 @@ def _with_stand_ins(answer: Any) -> Any:
 
 
 def _changed(items: Any) -> list[Any] | None:
-    """The items with others standing for them, None where none does."""
+    """Return the items with stand-ins in place of cells, or None if no item changes."""
     found = [_with_stand_ins(item) for item in items]
     return found if any(new is not old for new, old in zip(found, items, strict=True)) else None

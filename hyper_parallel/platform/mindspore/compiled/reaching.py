@@ -1,4 +1,4 @@
-"""Search for distributed objects in a function that is about to be compiled, and its messages."""
+"""Search for distributed objects that a function about to be compiled can reach, and the error for them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, 
 
 __all__ = ["GRADIENTS", "REMEDY", "Refused", "graph_error", "reachable", "refuse"]
 
-#: Functions of these packages are searched for their arguments, not for the contents of their modules.
+#: For functions of these packages, arguments are searched, but not the names of their modules.
 _LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
-#: The module of the functions that MindSpore makes for gradients.
+#: Module of the functions that MindSpore makes for gradients.
 GRADIENTS = "mindspore.ops.composite.base"
 REMEDY = (
     "distributed tensors work in PyNative mode, without jit. Use "
@@ -28,7 +28,7 @@ REMEDY = (
 
 
 class Refused:
-    """A module that cannot be in a graph, and why."""
+    """A module that cannot be in a graph, with the reason."""
 
     def __init__(self, module: nn.Cell, why: NotTracedError) -> None:
         label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
@@ -36,8 +36,8 @@ class Refused:
 
 
 def graph_error(what: str, found: Any, about: str) -> RuntimeError:
-    """The error for ``found``, a DTensor or a `Refused`, in the graph that ``what`` names. ``about`` says what graphs
-    of that kind can hold."""
+    """Return the error for ``found``, a DTensor or a `Refused`, in the graph called ``what``. ``about`` ends the
+    message, and explains which objects graphs of that kind can hold."""
     if isinstance(found, Refused):
         name = found.text
     else:
@@ -53,20 +53,20 @@ def refuse(what: str, about: str, *roots: Any) -> None:
 
 
 def reachable(root: Any, stand_ins: list[nn.Cell] | None = None) -> Iterator[Any]:
-    """The DTensors that a function, a cell or any other object leads to.
+    """Yield the DTensors that can be reached from a function, a cell or any other object.
 
-    With a list of ``stand_ins``, cells that have stand-ins are added to it, and their contents are left out. A
-    `Refused` is given for a cell that has a style and can have no stand-in.
+    With a list ``stand_ins``, cells that have stand-ins are added to it, and their contents are not searched. A
+    `Refused` is yielded for a styled cell that can have no stand-in.
 
-    A function leads to its defaults, its closure, and the names of its module that it uses. It leads to the attributes
-    that it names of these, in functions that it calls too. A cell leads to its parameters, its attributes, and its
+    The search goes from a function to its defaults, its closure, and the module names that it uses. It goes on to the
+    attributes of these that the function or its callees name. From a cell it goes to parameters, attributes and
     ``construct``.
     """
     return _walk(root, frozenset(), set(), stand_ins)
 
 
 def _walk(x: Any, names: frozenset[str], seen: set[int], stand_ins: list[nn.Cell] | None) -> Iterator[Any]:
-    """``names`` are those of attributes that the code names through which ``x`` was found."""
+    """Yield DTensors as `reachable` does. ``names`` are the attributes named in the code that led to ``x``."""
     if isinstance(x, InterceptedTensor):
         yield x
         return
@@ -104,7 +104,7 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
 
 
 def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
-    """Return the objects that ``x`` holds. None of them is made here: an object known by its id must stay."""
+    """Return the objects that ``x`` holds. It creates none: an object known by its id must stay alive."""
     if isinstance(x, (tuple, list, set, frozenset)):
         return x
     if isinstance(x, dict):
@@ -120,8 +120,10 @@ def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
 
 
 def _parts_of_function(function: FunctionType, beside_weights: bool) -> tuple[Iterable[Any], frozenset[str]]:
-    """And the names of attributes that it uses. ``beside_weights``: without those with respect to which MindSpore's
-    gradient functions differentiate, because graphs do nothing else with them."""
+    """Return the objects that a function leads to, and the attribute names that it uses.
+
+    With ``beside_weights``, the weights of MindSpore's gradient functions are left out: graphs only differentiate
+    with respect to them."""
     loaded, attributes = _names_in(function.__code__)
     closure = [
         cell.cell_contents
@@ -137,8 +139,8 @@ def _parts_of_function(function: FunctionType, beside_weights: bool) -> tuple[It
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of the module, and those of attributes, that a function uses, nested functions included. Strings count
-    as names of attributes: ``getattr`` may be given them."""
+    """Return the global names and the attribute names in a function and its nested functions. Strings count as
+    attribute names: they may be arguments of ``getattr``."""
     loaded, attributes = set(), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

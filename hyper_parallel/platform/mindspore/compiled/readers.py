@@ -1,7 +1,7 @@
-"""Inputs of a module that several of its column-parallel layers read, and nothing else.
+"""Inputs of a module that are read only by several of its column-parallel layers.
 
 Such an input is read once, before the module, so that backward has one collective for it. A graph cannot mark a tensor
-as eager mode does. So the source is looked at, and where it leaves a doubt each layer has a collective of its own.
+as eager mode does. So the source is analysed, and in case of doubt each layer has a collective of its own.
 """
 
 from __future__ import annotations
@@ -16,23 +16,25 @@ from mindspore import nn
 
 __all__ = ["shared_inputs"]
 
-#: Attributes of a tensor that have nothing to do with its gradient.
+#: Attributes of a tensor that do not depend on its values, and so have no gradient.
 _FACTS = ("shape", "dtype", "ndim")
 
 
 def shared_inputs(cls: type, layers: frozenset[str]) -> dict[int, frozenset[str]]:
-    """By position of an input of ``construct``: those of the ``layers``, names of attributes, that read it. They must
-    be at least two and read nothing else, and nothing else may read the input."""
+    """Return the readers of each input of ``construct`` that can be shared, by position of the input.
+
+    At least two of ``layers``, attribute names, must read the input. They may read no other tensor, and no other code
+    may read the input."""
     try:
         construct = _Method(cls, "construct")
         found = {i: _Readers(cls, layers).of(construct, name) for i, name in enumerate(construct.inputs)}
     except (OSError, TypeError, SyntaxError):
-        return {}  # there is no source
+        return {}  # the class has no source
     return {i: names for i, names in found.items() if names is not None and len(names) > 1}
 
 
 class _Method:
-    """The source of a method."""
+    """The parsed source of a method, with the names of its arguments."""
 
     def __init__(self, cls: type, name: str) -> None:
         self.name = name
@@ -40,23 +42,23 @@ class _Method:
         assert isinstance(self.tree, ast.FunctionDef)
         given = self.tree.args
         self.me, *self.inputs = [a.arg for a in (*given.posonlyargs, *given.args)]
-        #: The expression around each expression.
+        #: Parent expression by id of each expression.
         self.around = {id(part): node for node in ast.walk(self.tree) for part in ast.iter_child_nodes(node)}
 
     def uses(self, name: str) -> Iterator[tuple[ast.Name, ast.AST]]:
-        """Where a name is used, and the expression that it is part of."""
+        """Yield each use of a name, with its parent expression."""
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Name) and node.id == name:
                 yield node, self.around[id(node)]
 
     def defines_functions(self) -> bool:
-        """Return whether the code defines functions, in which names mean something else."""
+        """Return whether the code defines functions, in which names may have another meaning."""
         inner = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
         return any(isinstance(node, inner) and node is not self.tree for node in ast.walk(self.tree))
 
 
 class _Readers:
-    """Readers of one input."""
+    """Search for the layers that read one input."""
 
     def __init__(self, cls: type, layers: frozenset[str]) -> None:
         self.cls, self.layers = cls, layers
@@ -64,7 +66,7 @@ class _Readers:
         self.calls = 0
 
     def of(self, construct: _Method, name: str) -> frozenset[str] | None:
-        """The layers that read the input, or None where something else does, or they read something else."""
+        """Return the layers that read the input. None if other code reads it, or the layers read other tensors."""
         found = self._in(construct, name)
         if found is None or not self._are_called_with_nothing_else(frozenset(found)):
             return None
@@ -96,7 +98,7 @@ class _Readers:
 
     @staticmethod
     def _called(method: _Method, around: ast.AST, use: ast.Name) -> str | None:
-        """``name`` where the expression is ``self.name(use)``."""
+        """Return ``name`` if the expression is ``self.name(use)``, else None."""
         if not (isinstance(around, ast.Call) and around.args == [use] and not around.keywords):
             return None
         function = around.func
@@ -108,7 +110,7 @@ class _Readers:
         for method in self._methods():
             for _, around in method.uses(method.me):
                 if not isinstance(around, ast.Attribute):
-                    return False  # the module itself is given to something
+                    return False  # the module itself is passed to other code
                 mentioned += around.attr in layers and isinstance(around.ctx, ast.Load)
             strings = (node.value for node in ast.walk(method.tree) if isinstance(node, ast.Constant))
             if any(isinstance(text, str) and text in layers for text in strings):
@@ -116,7 +118,7 @@ class _Readers:
         return mentioned == self.calls
 
     def _methods(self) -> Iterator[_Method]:
-        """All methods of the class that are not MindSpore's."""
+        """Yield all methods of the class that are not inherited from MindSpore's cell."""
         for name in dir(self.cls):
             function = getattr(self.cls, name, None)
             if (

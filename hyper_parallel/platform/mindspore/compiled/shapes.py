@@ -1,4 +1,4 @@
-"""Checks when a graph is made: a styled module must get inputs that its graph is right for."""
+"""Checks of the inputs of styled modules, made when a graph is compiled for their shapes."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hyper_parallel.platform.mindspore.processes.launch import device_target
 
 __all__ = ["ShapeCheck", "pending_comparisons"]
 
-#: Comparisons of plain shards that the graphs being made have asked for.
+#: Comparisons of plain shards that graphs now being compiled have requested.
 pending_comparisons: list[tuple[Comparison, str, tuple[int, ...]]] = []
 _NUMBERS = count()
-#: Dtypes that graphs on CPU reduce.
+#: Dtypes that graphs on CPU can all-reduce.
 _REDUCED = (ms.float32, ms.float16)
 
 
 def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int = 0) -> Any:
-    """``check(shape, dtype)`` of the input of a styled module, which MindSpore calls when it makes the graph.
+    """Return ``check(shape, dtype)`` for the input of a styled module. MindSpore calls it when it compiles the graph.
 
     Args:
-        module: which it is.
-        how: its program, or that of a conversion.
-        output: the dimension along which the output is to be cut.
-        output_dims: how many dimensions the output has more than the input.
+        module: the styled module.
+        how: program of the module, or of a conversion.
+        output: dimension along which the output is to be sharded.
+        output_dims: number of dimensions that the output has more than the input.
     """
     label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
     given, takes, gives, size, features = how.given, how.takes, how.gives, how.size, how.features
@@ -35,7 +35,7 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
 
     def check(shape: tuple[int, ...], dtype: Any) -> bool:
         ndim = len(shape)
-        if not all(isinstance(length, int) and length >= 0 for length in shape):  # None is one that varies
+        if not all(isinstance(length, int) and length >= 0 for length in shape):  # a dynamic size is None or negative
             raise ValueError(
                 f"{label!r} in a graph needs to know the shape of its input, which is {shape}: leave dynamic shapes out"
             )
@@ -70,7 +70,7 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
             raise ValueError(f"the output of {label!r} has {more} dimensions, and is to be cut along {output}")
         to = output % more
         if output == -1 and gives in (-1, SUMMANDS):
-            return  # seen to where the cell was made
+            return  # checked when the cell was made
         if to == more - 1 and gives in (None, SUMMANDS):
             raise ValueError(f"the output of {label!r} in a graph cannot be cut along {output}, which are its features")
         whole = shape[to] * size if to == cut else shape[to]
@@ -80,5 +80,5 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
                 f"multiple of {size}"
             )
 
-    # MindSpore takes two of one name for the same.
+    # MindSpore treats two operators with the same name as one.
     return ops.constexpr(check=False, reuse_result=False, name=f"ShapeCheck{next(_NUMBERS)}")(check)

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of distributed tensors: functions that users register see and return DTensors."""
+"""Hooks on the gradients of distributed tensors: functions that users register get and return DTensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["hooked", "keep_hooks", "register_hook"]
 
 
 class _GradientHook:
-    """A hook between the local gradient that MindSpore passes to it and a user's function of DTensors."""
+    """A hook that converts MindSpore's local gradient to a DTensor for a user's hook, and the result back."""
 
     def __init__(self, hook: Callable[[Any], Any], x: Any) -> None:
         self.hook, self._layout, self._core = hook, x._layout, x._core
@@ -40,7 +40,7 @@ class _GradientHook:
 
 
 def register_hook(x: Any, hook: Callable[[Any], Any]) -> Any:
-    """Register a hook of a distributed tensor, which sees and returns a DTensor.
+    """Register a hook of a distributed tensor. The hook gets and returns a DTensor.
 
     Source: ``mindspore.Tensor.register_hook``.
     """
@@ -48,13 +48,13 @@ def register_hook(x: Any, hook: Callable[[Any], Any]) -> Any:
 
 
 def keep_hooks(parameter: Any, hooks: Iterable[Any]) -> None:
-    """Register hooks that a parameter had before it was distributed, or distributed again."""
+    """Register the hooks that a parameter had before it was distributed or redistributed."""
     for hook in hooks:
         register_hook(parameter, hook.hook if isinstance(hook, _GradientHook) else hook)
 
 
 def hooked(parameter: Any, gradient: Tensor) -> Tensor:
-    """Return a local gradient after the hooks of its parameter, for gradients that MindSpore does not pass to them."""
+    """Call the hooks of a parameter on a local gradient, where MindSpore calls none, and return the result."""
     for hook in parameter.hooks():
         gradient = hook(gradient)
     return gradient

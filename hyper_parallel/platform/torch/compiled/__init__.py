@@ -1,1 +1,1 @@
-"""torch.compile of parallelised modules: the second forward of a plan, and how torch's compiler sees DTensors."""
+"""torch.compile of parallelised modules: the second forward of a plan, and DTensors as torch's compiler sees them."""

@@ -1,7 +1,7 @@
 """Check that the plain shards that compiled code takes are equal in size on all ranks.
 
-Eager mode compares them in the first call of a module. Compiled code does in the first run of a graph: `mark` leaves a
-mark in the graph that is traced, which is taken out before a backend gets the graph.
+Eager mode compares plain shards in the first call of a module. Compiled code compares them in the first run of a graph:
+tracing leaves a call of `mark` in the graph, and `take_marks` removes it before the backend gets the graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hyper_parallel.platform.contract import Comparison
 __all__ = ["NUMBER", "Shards", "mark", "take_marks"]
 
 #: Attribute of a module with a style: its number in this process, as a string. Equivalent modules share compiled code,
-#: and compare their shards each for itself.
+#: but each module compares its own shards.
 NUMBER = "_hyper_parallel_number"
 
 _KEYS = count()
@@ -30,11 +30,11 @@ class Shards:
     """The plain shards that a style takes at one place.
 
     Args:
-        compare: of the style's data.
+        compare: comparison from the data of the style.
 
     Attributes:
-        key: the number that stands for it in a graph.
-        compared: the modules, by number, for which the ranks have compared such shards.
+        key: number that identifies this object in a graph.
+        compared: numbers of the modules whose shards the ranks have already compared.
     """
 
     def __init__(self, compare: Comparison) -> None:
@@ -44,16 +44,16 @@ class Shards:
 
 
 def mark(x: Tensor, key: int, module: str, number: str = "") -> Tensor:
-    """``x``, a plain shard for the module ``number``, which messages call ``module``. Torch's compiler does not look
-    inside: see `outside`."""
+    """Return ``x``, a plain shard for the module with ``number``; messages call the module ``module``. Torch's compiler
+    leaves the call in the graph without tracing it: see `outside`."""
     return x
 
 
 def take_marks(graph: GraphModule) -> Callable[[], None] | None:
-    """Take all marks out of a graph.
+    """Remove all calls of `mark` from a graph.
 
     Returns:
-        A function that compares the shards that were not compared yet; None without these.
+        A function that compares the shards that were not compared yet, or None if there are none.
     """
     found: list[tuple[Shards, str, str, tuple[int, ...]]] = []
     for part in graph.modules():
@@ -78,5 +78,5 @@ def take_marks(graph: GraphModule) -> Callable[[], None] | None:
 
 
 def _size(n: Any) -> int:
-    """A size of a tensor that the compiler traces with: that of the call for which it compiles."""
+    """Return a size of a traced tensor: its value in the call that triggered the compilation."""
     return n if isinstance(n, int) else n.node.hint

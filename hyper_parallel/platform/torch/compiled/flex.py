@@ -1,9 +1,9 @@
-"""`torch.nn.attention.flex_attention.flex_attention` on DTensors: what its code is replaced by.
+"""Replacement code for `torch.nn.attention.flex_attention.flex_attention` that also takes DTensors.
 
-The function asks no class of tensors, programs hold it by name, and inside of it torch's compiler runs. So its code is
-replaced (`platform.torch.patches`): plain tensors go to a function of the original code, DTensors to
-`handlers.flex_attention`. In a compiled frame, where all ranks have equally many heads or samples, compiled code
-computes them, on local tensors.
+The function does not consult tensor classes, programs import it by name, and torch's compiler runs inside it. So its
+code object is replaced (`platform.torch.patches`). Plain tensors go to a function with the original code, DTensors to
+`handlers.flex_attention`. A compiled frame computes DTensors on local tensors if all ranks have equally many heads or
+samples.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ __all__ = ["MIXES", "MODULE", "Flex", "attend", "is_known_code", "serving_dtenso
 MODULE = "torch.nn.attention.flex_attention"
 
 
-#: ``mixes(name, lengths)`` of `Platform.attention_calls`, inside of it.
+#: Callback ``mixes(name, lengths)`` of `Platform.attention_calls`, set while that is active.
 MIXES: ContextVar[Any] = ContextVar("hyper_parallel_flex_mixes", default=None)
 
 
 class Flex:
-    """Functions of torch that the patch finds, and the handler of DTensors, which sets itself."""
+    """Original function, which the patch sets, and the handler of DTensors, which registers itself."""
 
-    #: The function as torch has it, of the original code; to be called with all arguments.
+    #: Function with torch's original code; call it with all arguments.
     original: Any = None
-    #: ``eager(*args)``: the call with DTensors.
+    #: ``eager(*args)``: computes a call with DTensors.
     eager: Any = None
 
 
@@ -43,7 +43,7 @@ def flex_attention(
     query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
     kernel_options=None, *, return_aux=None,
 ):  # fmt: skip
-    # Only this code runs, among the names of torch's module.
+    # This code runs with the globals of torch's module, so it imports all names that it needs.
     from hyper_parallel.platform.torch.compiled.flex import attend
 
     return attend(
@@ -59,7 +59,7 @@ def _parameters(code: CodeType) -> tuple[str, ...]:
 
 
 def is_known_code(code: Any) -> str | None:
-    """A check for `Patch`."""
+    """Return why ``code`` is not the code that the patch knows, or None if it is; a check for `Patch`."""
     kinds = ("co_argcount", "co_kwonlyargcount", "co_posonlyargcount", "co_flags", "co_freevars")
     if not isinstance(code, CodeType):
         return "is no code"
@@ -68,7 +68,7 @@ def is_known_code(code: Any) -> str | None:
 
 
 def serving_dtensors(code: CodeType) -> CodeType:
-    """Return the replacement of the code of torch's function."""
+    """Return the replacement for the code of torch's function, and save the original code in `Flex`."""
     held: Any = vars(sys.modules[MODULE])["flex_attention"]
     Flex.original = FunctionType(code, held.__globals__, held.__name__, held.__defaults__)
     return _CODE
@@ -117,8 +117,9 @@ def attend(
 
 
 def _own_part(query: Any, key: Any, value: Any, mask: Any) -> Any:
-    """The class of the result, this rank's pieces of batch and heads, and their sizes. None where eager mode is to move
-    operands to the right layouts, or to say why that is impossible."""
+    """Return the result's class, this rank's pieces of batch and heads, and the full sizes of both.
+
+    Returns None where eager mode has to redistribute operands, or to raise its error."""
     dtensor = State.tensor_class.__bases__[0]
     for x in (query, key, value):
         if not isinstance(x, dtensor) or x.placed_on is None or x.gathers is not None or x.ndim != 4:
@@ -145,10 +146,10 @@ def _own_part(query: Any, key: Any, value: Any, mask: Any) -> Any:
 
 
 def _class_and_rank(number: int, size: int, cut: int | None) -> tuple[Any, int]:
-    """Return the class and the rank for the mesh with this ``id()``. The class is None where there is no such mesh."""
+    """Return the `Placed` class and the rank for the mesh with this id. The class is None if the mesh is unknown."""
     mesh = State.core.mesh_with_id(number)
     return (None, 0) if mesh is None else (placed_classes(mesh, size).get(cut), mesh.get_local_rank())
 
 
-# As `torch.compiler.assume_constant_result`, which imports the compiler: asked while it traces.
+# Same mark as `torch.compiler.assume_constant_result`, which would import the compiler: called while it traces.
 _class_and_rank._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Functions and masks of `flex_attention` for a rank that has some samples and heads: they see the numbers that these
-have in the whole tensor. Torch's compiler traces this too."""
+"""Functions and masks of `flex_attention` for a rank with a shard of the samples and heads. They are called with the
+indices of samples and heads in the full tensor. Torch's compiler traces this module too."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 __all__ = ["Pieces", "own_part_of_mask", "seeing_whole"]
 
-#: The (start, length) of each piece that a rank has, of batch and of heads.
+#: The (start, length) of each piece of the batch that a rank has, and of each piece of the heads.
 Pieces = tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]
 
-#: Attributes of a mask; torch has more of them from version to version.
+#: Attributes of a mask. Versions of torch differ in them.
 _PARTS = ("seq_lengths", "BLOCK_SIZE", "mask_mod", "dq_kv_order_spt")
 _TENSORS = (
     *("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
@@ -23,13 +23,13 @@ _TENSORS = (
 
 
 def seeing_whole(function: Callable[..., Any], pieces: Pieces, whole: tuple[int, int], device: Any) -> Any:
-    """``function`` of a score, batch element, head, query and key, given the numbers within this rank's pieces.
+    """Return ``function`` for local batch and head indices, which are translated to indices of the full tensor.
 
     Args:
-        function: a ``score_mod``.
-        pieces: those of this rank.
-        whole: how many batch elements and heads there are.
-        device: where tables of numbers are to be, which packed shards need.
+        function: a ``score_mod``, called with a score and indices of batch element, head, query and key.
+        pieces: this rank's pieces.
+        whole: full number of batch elements and of heads.
+        device: device of index tables, which packed shards need.
     """
     batch, heads = (_shift(pieces[i], whole[i], device) for i in range(2))
     if batch is None and heads is None:
@@ -42,7 +42,7 @@ def seeing_whole(function: Callable[..., Any], pieces: Pieces, whole: tuple[int,
 
 
 def _shift(pieces: Any, size: int, device: Any) -> Any:
-    """Return the translation of this rank's numbers to numbers of all: None, a number to add, or a table."""
+    """Return how to translate local indices to full ones: None for no change, an offset to add, or a table."""
     if len(pieces) == 1:
         return None if pieces[0] == (0, size) else pieces[0][0]
     return torch.tensor([i for start, length in pieces for i in range(start, start + length)], device=device)
@@ -55,7 +55,7 @@ def _moved(number: Any, by: Any) -> Any:
 
 
 def own_part_of_mask(mask: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
-    """The part of a `BlockMask` of all batch elements and heads, or of one for all, that this rank needs."""
+    """Return this rank's part of a `BlockMask`, whose batch and head dimensions have full size or 1."""
     function, device = mask.mask_mod, mask.kv_num_blocks.device
     batch, heads = (_shift(pieces[i], whole[i], device) for i in range(2))
     if batch is None and heads is None:
@@ -73,7 +73,7 @@ def own_part_of_mask(mask: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
 
 
 def _own_part(x: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
-    """Return this rank's part of a tensor of the mask, whose first dimensions are batch and heads, or 1."""
+    """Return this rank's shard of a tensor of the mask. Its first two dimensions, if not 1, are batch and heads."""
     if x is None:
         return None
     for dim in (0, 1):

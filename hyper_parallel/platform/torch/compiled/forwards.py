@@ -1,7 +1,8 @@
 """The second forward of a plan: styled modules as torch's compiler traces them.
 
-Made of a style's data (`Program`): local parameters as plain tensors, and the functions of `functions`. Calls
-that do not fit the data run outside of the compiled code, as in eager mode. So do modules without data.
+The forward of a module is built from the data of its style (`Program`): local parameters as plain tensors, and the
+autograd functions of `functions`. Calls that do not fit the data run outside of the compiled code, as in eager mode.
+Modules without data do so too.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, p
 
 __all__ = ["make_run", "run_forward"]
 
-#: Why a module is left to eager mode: a compiled forward then returns the reason in place of its output.
+#: Reasons for leaving a module to eager mode: a compiled forward then returns the reason in place of its output.
 _NO_WAY = "this style, or this kind of module, is not traced"
 _PARAMETERS = "its parameters are not those that the style has distributed"
 _OUTPUT = "its output would not be cut evenly, or into parts of several matrices"
 
 
 def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
-    """A call of a styled module, or of a unit of data parallelism, inside of a compiled frame."""
+    """Call a styled module, or a unit of data parallelism, inside a compiled frame."""
     if "_compiled_run" not in module.__dict__:
         if torch.compiler.is_exporting():
-            return module._replaced_forward(module, *args, **kwargs)  # which refuses it
+            return module._replaced_forward(module, *args, **kwargs)  # raises the error about exporting
         return Outside.unit(module, args, kwargs)
     run = module._compiled_run
     y = _NO_WAY if run is None else run(module, args, kwargs)
@@ -44,11 +45,13 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def make_run(module: nn.Module, how: Program | None) -> Callable[..., Any] | None:
-    """``run(module, args, kwargs)`` in place of the forward of ``module``: gives a reason, a string, where it does not
-    apply. Equivalent modules share one, so that they share a graph: compiled frames compare its identity (`guards`)."""
+    """Return ``run(module, args, kwargs)``, which replaces the forward of ``module`` in compiled code, or None.
+
+    ``run`` returns a string, the reason, where it does not apply. Equivalent modules share one ``run``, and so a graph:
+    compiled frames guard on its identity (`guards`)."""
     if how is None:
         return None
-    # Weak, as layouts are known by their mesh: one that held layouts would never go.
+    # Weak references: layouts are cached by mesh, and an entry that held layouts would never be freed.
     kept: Any = vars(how.mesh).setdefault("_compiled_runs", WeakValueDictionary())
     cls = original_class(module)
     key = cls, _read_of(module, cls), how.key
@@ -62,12 +65,12 @@ def make_run(module: nn.Module, how: Program | None) -> Callable[..., Any] | Non
 
 
 def _read_of(module: Any, cls: type) -> tuple:
-    """Return the facts in a module's own attributes, which its class does not say."""
+    """Return the facts about a module that its class does not determine: `run` depends on them."""
     return (module.padding_idx, is_simple(module)) if cls is nn.Embedding else ()
 
 
 def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] | None:
-    """The steps and the operation of a program, in turn."""
+    """Return ``run`` of `make_run`: the input step, the operation and the output step of a program."""
     moves = Moves(how.mesh, how.group, how.size, how.rank, how.local)
     operate = _operation(module, cls, how, moves)
     if operate is None:
@@ -79,7 +82,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
     even, packed, last_features = how.even, how.packed, how.partial_features
 
     def before(given: Any, x: Tensor, cut: int | None, to: int | None) -> Tensor | None:
-        """The input as the operation takes it, cut along ``to``; None where it does not fit."""
+        """Return the input as the operation takes it, sharded along ``to``, or None where it does not fit."""
         last = x.ndim - 1
         moved = features is not None and cut != to and last in (cut, to)
         if moved and (x.shape[last] * (moves.size if cut == last else 1) != features or (packed and to == last)):
@@ -126,7 +129,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
             return _OUTPUT
         bias = own.get("bias") if gives == SUMMANDS and to is None else None
         if bias is not None:
-            with no_dispatch():  # automatic mixed precision computes in another dtype than that of the parameters
+            with no_dispatch():  # automatic mixed precision computes in another dtype than the parameters have
                 y = y + bias.to(y.dtype)
         y = moves.give(_summed(moves, y, last_features), to, (even and not packed) or given != to or gives != -1)
         return _OUTPUT if y is None else y
@@ -135,7 +138,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
 
 
 def _summed(moves: Moves, y: Any, features: int) -> Any:
-    """``y`` with the gradient of its last ``features`` added up, -1 of all."""
+    """Return ``y``, where backward all-reduces the gradient of its last ``features`` features, -1 for all."""
     if not features or moves.size == 1:
         return y
     if features < 0:
@@ -144,7 +147,7 @@ def _summed(moves: Moves, y: Any, features: int) -> Any:
 
 
 def original_class(module: nn.Module) -> type:
-    """The class that a module had before styles gave it one of their own."""
+    """Return the class that a module had before styles replaced its class."""
     cls = type(module)
     while "_quick" in cls.__dict__:
         cls = cls.__bases__[-1]
@@ -152,23 +155,23 @@ def original_class(module: nn.Module) -> type:
 
 
 def _is_planned(p: Any, layout: Any) -> bool:
-    """Return whether a parameter is the DTensor that the plan has made, or None where that had none."""
+    """Return whether a parameter is still as planned: the plan's DTensor, or None if there was no parameter."""
     if layout is None or p is None:
         return p is layout
     return isinstance(p, State.tensor_class.__bases__[0]) and p._layout is layout
 
 
 def is_simple(embedding: Any) -> bool:
-    """Return whether an embedding only looks rows up: it writes none, and its gradients are dense."""
+    """Return whether an embedding only looks up rows: it writes no rows, and its gradients are dense."""
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
 # ---------------------------------------------------------------------------------------- operations on local tensors
 def _operation(module: nn.Module, cls: Any, how: Program, moves: Moves) -> Callable[..., Any] | None:
-    """``operate(module, x, parameters, cut, to)`` of the local input, or None where it is not traced. The input is cut
-    along ``cut``, and the output is to be cut along ``to``."""
+    """Return ``operate(module, x, parameters, cut, to)`` on the local input, or None for an untraced operation. The
+    input is sharded along ``cut``, and the output is to be sharded along ``to``."""
     if how.distributed:
-        # Of torch's modules some draw random numbers or write, which would not be traced. `views` lists the rest.
+        # Some of torch's modules draw random numbers or write state, and cannot be traced. `views` has the rest.
         return None if cls.__module__.startswith("torch.") else _own_forward(cls, moves)
     if cls is nn.Embedding:
         return _embedding(how, module) if is_simple(module) else None
@@ -194,7 +197,7 @@ def _operation(module: nn.Module, cls: Any, how: Program, moves: Moves) -> Calla
 
 
 def _own_forward(cls: Any, moves: Moves) -> Callable[..., Any]:
-    """A module's own forward, run on stand-ins for DTensors."""
+    """Return an operation that runs the user-defined forward of a class on stand-ins for DTensors."""
     return lambda module, x, own, cut, to: cls.forward(module, x.as_subclass(moves.placed[cut]))
 
 
@@ -212,7 +215,7 @@ def _embedding(how: Program, module: Any) -> Callable[..., Any]:
             return y
 
     def look_up_own(module: Any, ids: Tensor, own: Any, cut: int | None, to: int | None) -> Tensor:
-        # An id that no rank has stays outside of the rows that this one has, so that looking it up fails as ever.
+        # An id that is out of range stays outside this rank's rows, so that looking it up fails as without sharding.
         here = (ids >= first) & (ids < first + count)
         elsewhere = (ids >= 0) & (ids < total) & ~here
         with no_dispatch():
@@ -222,7 +225,7 @@ def _embedding(how: Program, module: Any) -> Callable[..., Any]:
     return look_up_own if how.gives == SUMMANDS else look_up
 
 
-#: The functions that modules of these classes are, of themselves, an input, weight and bias.
+#: The functions that modules of these classes compute, with arguments module, input, weight and bias.
 _FUNCTIONS: dict[type, Callable[..., Tensor]] = {
     nn.Linear: lambda module, x, weight, bias: F.linear(x, weight, bias),
     nn.LayerNorm: lambda module, x, weight, bias: F.layer_norm(x, module.normalized_shape, weight, bias, module.eps),

@@ -1,6 +1,6 @@
 """The steps of `STEPS` on plain local tensors, with collectives that torch's compiler sees.
 
-The operators are those below torch's functional collectives: Inductor knows them, and may reorder, bucket and fuse
+The operators are the ones below torch's functional collectives. Inductor knows them, and may reorder, bucket and fuse
 them.
 """
 
@@ -26,12 +26,12 @@ def _all_reduce(x: Tensor, group: str) -> Tensor:
 
 
 def largest_of(x: Tensor, size: int, group: str) -> Tensor:
-    """The largest of all ranks' values; not differentiable."""
+    """Return the elementwise maximum over all ranks; not differentiable."""
     return x if size == 1 else _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group))
 
 
 def _all_gather(x: Tensor, dim: int, sizes: tuple[int, ...], size: int, group: str) -> Tensor:
-    """Gather ``x`` of all ranks along ``dim``. ``sizes`` has their lengths there, and is empty where they are equal."""
+    """Gather ``x`` of all ranks along ``dim``. ``sizes`` has the ranks' lengths along it; empty means equal lengths."""
     if sizes and min(sizes) != max(sizes):
         x = _padded(x, dim, max(sizes))
     whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))
@@ -95,18 +95,18 @@ class _Step(Function):
         return _MOVES[name](g, *how), None, None, None, None, None, None, None
 
 
-#: ``take(x, name, source, target, sizes, size, rank, group)``: a step of `STEPS`, between ways of holding a tensor.
-#: ``sizes`` are those of the parts, empty where these are equal.
+#: ``take(x, name, source, target, sizes, size, rank, group)``: do a step of `STEPS`, with its backward.
+#: ``sizes`` are the sizes of the shards; empty means equal sizes.
 take = _Step.apply
 
 
 def read_for_parts(x: Tensor, group: str) -> Tensor:
-    """Megatron's f: a tensor that all ranks have, for consumers that each return a summand of the cotangent."""
+    """Return a replicated tensor for consumers that each return a summand of its cotangent: Megatron's f."""
     y: Tensor = take(x, "read_for_parts", None, None, (), 0, 0, group)
     return y
 
 
 def sum_up(x: Tensor, group: str) -> Tensor:
-    """Megatron's g: summands to their sum."""
+    """Return the sum of the ranks' summands: Megatron's g."""
     y: Tensor = take(x, "sum", SUMMANDS, None, (), 0, 0, group)
     return y

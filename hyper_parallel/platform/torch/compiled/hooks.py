@@ -1,4 +1,4 @@
-"""Hooks of styles in a form that torch's compiler can trace, also for an input of several modules."""
+"""Hooks of styles in a form that torch's compiler can trace, and inputs that several modules share."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["around_calls", "compiled_hook", "share_inputs"]
 
 
 def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Callable[..., Any]:
-    """See `Platform.compiled_hook`. Hooks with equal conversions share the function ``traced``. Compiled frames know
-    them by it (`guards`), so equivalent modules share their graph."""
+    """Return ``hook`` in a form that torch's compiler can trace. See `CompilerRole.compiled_hook`. Hooks with equal
+    conversions share the function ``traced``. Compiled frames guard on it, so equivalent modules share their graph."""
     convert = None if how is None else _shared_conversion(how)
 
     def either(module: Any, *given: Any) -> Any:
@@ -31,7 +31,7 @@ def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Calla
 
 
 def no_hook(module: nn.Module, *given: Any) -> None:
-    """Stand for an `EagerHook` in a copy of its module."""
+    """Replace an `EagerHook` in a copy of its module: do nothing."""
 
 
 def _no_hook() -> Callable[..., None]:
@@ -39,11 +39,11 @@ def _no_hook() -> Callable[..., None]:
 
 
 class EagerHook:
-    """A hook of one module that does nothing where a compiler traces it. Compiled frames do not tell such hooks from
-    others. A copy of the module has `no_hook` in its place, and so has one that was pickled.
+    """A hook of one module that does nothing where a compiler traces it. Compiled frames do not guard on its identity.
+    A copied or unpickled module has `no_hook` in its place.
 
     Args:
-        function: is called with the arguments of the hook.
+        function: called with the arguments of the hook.
     """
 
     of_style, traced = True, staticmethod(no_hook)
@@ -65,7 +65,8 @@ class EagerHook:
 def around_calls(
     module: nn.Module, before: Callable[[nn.Module], None], after: Callable[[nn.Module, Any], None]
 ) -> Callable[[], None]:
-    """See `Platform.around_calls`. The module keeps its class, which users compare."""
+    """Call ``before`` and ``after`` around each call of a module, and return a function that undoes it. The module
+    keeps its class, which user code may compare. See `Platform.around_calls`."""
     handles = (
         module.register_forward_pre_hook(EagerHook(lambda module, args: before(module)), prepend=True),
         module.register_forward_hook(EagerHook(lambda module, args, output: after(module, output)), always_call=True),
@@ -138,7 +139,7 @@ def _conversion(how: CompiledInputs) -> Callable[..., Any]:
 
 
 def share_inputs(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """The inputs of a module inside of which several column-parallel ones may read them."""
+    """Return the inputs of a module, plain tensors as `Shared`: several column-parallel submodules may read one."""
     return tuple([_shared(x) for x in args]), {key: _shared(x) for key, x in kwargs.items()}
 
 

@@ -1,7 +1,7 @@
-"""Cross entropy over sharded classes as torch's compiler traces it: what `vocab_parallel` of core computes.
+"""Cross entropy over sharded classes as torch's compiler traces it: the computation of `vocab_parallel` in core.
 
-Largest logits, and one sum of all that ranks must add up: two all-reduces, and none in backward. Calls that do not fit
-are left to eager mode, which gives the reason.
+Forward takes two all-reduces: one of the largest logits, and one of all sums. Backward takes none. Calls that do not
+fit are left to eager mode, which raises the error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class Found:
-    """See `ClassShards`; the name of the group, the shards that ranks compare, and the class of a whole `Placed`."""
+    """The facts of `ClassShards`, the shards that ranks compare, and the class of a replicated `Placed`."""
 
     group: str
     size: int
@@ -58,8 +58,8 @@ def _found(mesh: Any, own: int, dim: int | None, vocab_size: int | None) -> Foun
 
 
 def _find(number: int, own: int, dim: int | None, vocab_size: int | None) -> Found | None:
-    """For local logits of which this rank has ``own`` classes; None where eager mode is to compute the loss. The first
-    argument is the ``id()`` of the mesh."""
+    """Return the `Found` for local logits with ``own`` classes on this rank. Return None for a loss left to eager mode.
+    ``number`` is the ``id()`` of the mesh."""
     mesh = State.core.mesh_with_id(number)
     found: Found | None = None if mesh is None else _found(mesh, own, dim, vocab_size)
     return found
@@ -69,13 +69,13 @@ def _is_loss_parallel() -> bool:
     return State.core.is_loss_parallel() or in_loss_parallel()
 
 
-# As `torch.compiler.assume_constant_result`, which imports the compiler: asked while it traces.
+# Same mark as `torch.compiler.assume_constant_result`, which would import the compiler: called while it traces.
 _find._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _is_loss_parallel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def trace_losses() -> None:
-    """Let torch's compiler, which is there, trace ``vocab_parallel_cross_entropy``."""
+    """Let torch's compiler, which is already imported, trace ``vocab_parallel_cross_entropy``."""
     State.core.watch_losses_of_shards(_trace)
 
 
@@ -112,7 +112,7 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
-    """Return whether these may be operands: plain tensors of fitting kinds, and options that there are."""
+    """Return whether the operands are plain tensors of fitting dtypes, and the options valid."""
     dtensor = State.tensor_class.__bases__[0]
     for one in (x, target) if weight is None else (x, target, weight):
         if not isinstance(one, Tensor) or isinstance(one, dtensor):
@@ -125,14 +125,14 @@ def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
 def loss_of_classes(
     x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Found, options: Options
 ) -> Tensor | None:
-    """Cross entropy of plain local logits; None where operands do not fit.
+    """Return the cross entropy of plain local logits, or None where the operands do not fit.
 
     Args:
-        x, target: local logits, and the target: classes, or this rank's part of the probabilities.
-        weight: of all classes.
-        dim: where the classes are.
-        classes: those of this rank.
-        options: see there.
+        x, target: local logits, and the target: class indices, or this rank's shard of the probabilities.
+        weight: weights of all classes.
+        dim: dimension of the classes.
+        classes: this rank's classes.
+        options: options of ``cross_entropy``.
     """
     probabilities, smoothing, total = target.is_floating_point(), options.smoothing, classes.total
     samples = (*x.shape[:dim], *x.shape[dim + 1 :])
@@ -173,7 +173,7 @@ def loss_of_classes(
 
 
 def _nll(x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Found, options: Options) -> Any:
-    """Compute the loss of log-probabilities."""
+    """Return the loss of log-probabilities, or None where the operands do not fit."""
     if tuple(target.shape) != (*x.shape[:dim], *x.shape[dim + 1 :]) or target.is_floating_point():
         return None
     if weight is not None and (tuple(weight.shape) != (classes.total,) or weight.requires_grad):
@@ -183,7 +183,7 @@ def _nll(x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Fo
     weights = _weights(target, None if weight is None else weight.to(x.dtype), ignored | wrong, x)
     loss = -x.gather(dim, rows.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0.0) * weights
     loss = loss.masked_fill(ignored, 0.0).masked_fill(wrong, math.nan)
-    # Reduced over samples first: then one number travels.
+    # Reduced over samples before the all-reduce, so that only one number is sent.
     each = options.reduction == "none"
     (loss,) = _sums([loss if each else loss.sum()], classes)
     return loss / weights.masked_fill(ignored, 0.0).sum() if options.reduction == "mean" else loss
@@ -196,20 +196,21 @@ def _sums(parts: list[Tensor], classes: Found) -> list[Tensor]:
 
 
 def _rows(target: Tensor, classes: Found) -> tuple[Tensor, Tensor]:
-    """Targets as indices into this rank's classes, 0 for those of other ranks, and which are of other ranks."""
+    """Return the targets as indices into this rank's classes, and a mask of the targets on other ranks. Masked targets
+    have index 0."""
     rows = target.long() - classes.first
     elsewhere = (rows < 0) | (rows >= classes.count)
     return rows.masked_fill(elsewhere, 0), elsewhere
 
 
 def _checked(target: Tensor, total: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return masks of ignored samples, and of samples whose target is no class."""
+    """Return a mask of ignored samples, and a mask of samples whose target is not a class."""
     ignored = target == ignore_index
     return ignored, ((target < 0) | (target >= total)) & ~ignored
 
 
 def _weights(target: Tensor, weight: Tensor | None, without: Tensor, like: Tensor) -> Tensor:
-    """Return the weight of each sample. Samples that do not count may have any weight."""
+    """Return the weight of each sample. Samples masked by ``without`` get an arbitrary weight."""
     if weight is None:
         return torch.ones_like(target, dtype=like.dtype)
     return weight[target.long().masked_fill(without, 0)]
@@ -227,8 +228,8 @@ def _reduced(loss: Tensor, reduction: str, count: Any) -> Tensor:
 
 # ----------------------------------------------------------------------------------- losses of distributed logits
 def loss_of_placed(nll: bool, args: tuple, kwargs: dict) -> Any:
-    """Compute ``cross_entropy`` or ``nll_loss`` of a `Placed` with sharded classes inside `loss_parallel`. Returns
-    None where eager mode is to answer."""
+    """Return ``cross_entropy`` or ``nll_loss`` of a `Placed` with sharded classes inside `loss_parallel`. Returns
+    None for a call left to eager mode."""
     return _of_placed(nll, *args, **kwargs)
 
 

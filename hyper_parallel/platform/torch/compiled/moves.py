@@ -1,7 +1,7 @@
-"""From one layout to another inside a compiled frame: plain local tensors in, plain local tensors out.
+"""Redistribution inside a compiled frame: plain local tensors in, plain local tensors out.
 
-The layout of a tensor is its cut: a dimension along which the ranks have consecutive parts, or None if all ranks have
-all of it. Parts are equal unless their ``sizes`` are given.
+The layout of a tensor is its cut: the dimension that is sharded into consecutive shards, or None for replicated.
+Shards are equal in size unless ``sizes`` are passed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class
 
 __all__ = ["INPUT", "Moves", "placed_classes", "shards_of"]
 
-#: Why a module is left to eager mode, where it is for its inputs.
+#: The reason for leaving a module to eager mode because of its inputs.
 INPUT = "its inputs are not one tensor that lies as the style takes it"
 _UNEVEN = (
     "a layer has given plain parts of unequal sizes, and from then on ranks compare the sizes of plain shards in every "
     "call: pass DTensors between modules (use_local_output=False)"
 )
 
-#: Tensors of more dimensions stay outside of compiled code.
+#: Tensors with more dimensions stay outside of compiled code.
 _MOST_DIMS = 8
 
 
 @kept_on_mesh
 def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | None, type]]:
-    """`placed_class` and `gathered_class` by cut."""
+    """Return the classes of `placed_class` and of `gathered_class`, by cut."""
     cuts = range(_MOST_DIMS)
     return {cut: placed_class(mesh, size, cut) for cut in (None, *cuts)}, {
         cut: gathered_class(mesh, size, cut) for cut in cuts
@@ -39,42 +39,43 @@ def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | N
 
 
 def shards_of(compare: Comparison | None) -> Shards | None:
-    """The plain shards that a style's data say are compared."""
+    """Return the plain shards that ranks compare for a style, or None where its data ask for no comparison."""
     return None if compare is None else Shards(compare)
 
 
 def placed_classes(mesh: Any, size: int) -> dict[int | None, type]:
-    """`placed_class` by cut."""
+    """Return the classes of `placed_class`, by cut."""
     found: dict[int | None, type] = _classes(mesh, size)[0]
     return found
 
 
 class Moves:
-    """Communication of one style, on its 1-D mesh.
+    """Communication of one style on its 1-D mesh.
 
     Args:
-        mesh, size, rank: of the style.
-        group: that of its ranks, as core gets it.
-        local: whether its results are plain.
+        mesh, size, rank: mesh of the style, its size, and this rank.
+        group: process group of the mesh, as core gets it.
+        local: whether the outputs are plain tensors.
     """
 
     def __init__(self, mesh: Any, group: Any, size: int, rank: int, local: bool) -> None:
         self.mesh, self.size, self.rank, self.local, self.group = mesh, size, rank, local, group().group_name
-        # Made here: in a frame a class cannot be.
+        # Made here, because a class cannot be created while a frame is traced.
         self.placed, self.gathered = _classes(mesh, size)
         self.dtensor = State.tensor_class.__bases__[0]
 
     def take(
         self, x: Any, given: int | None, module: Any, shards: Shards | None, features: bool = False
     ) -> tuple[Tensor, int | None] | str:
-        """An input as a plain tensor, and its cut. A reason where it is no tensor, or has a layout that is not known
-        here. A plain one lies as ``given``.
+        """Return an input as a plain tensor, with its cut, or the reason why it cannot be taken. The reasons are an
+        object that is no tensor, and a layout that compiled code does not know.
 
         Args:
-            x, given: the input.
-            module: that it is for.
-            shards: where the ranks compare plain ones.
-            features: whether ``module`` knows how many features there are, which come last.
+            x: the input.
+            given: how a plain input is held.
+            module: module that gets the input.
+            shards: record of the comparison of plain shards; None for no comparison.
+            features: whether ``module`` knows the size of the last dimension.
         """
         if isinstance(x, self.dtensor):
             if x.placed_on is not self.mesh:
@@ -98,20 +99,20 @@ class Moves:
         return x, cut
 
     def give(self, y: Tensor, cut: int | None, even: bool = True) -> Any:
-        """An output with this cut, plain or as a DTensor; None for a DTensor with parts of unequal size."""
+        """Return an output with this cut, plain or as a DTensor; None for a DTensor with shards of unequal size."""
         if self.local:
             return y
         return y.as_subclass(self.placed[cut]) if even else None
 
     def give_gathered(self, x: Tensor, cut: int) -> Any:
-        """The DTensor that is gathered of shards along ``cut``."""
+        """Return the stand-in for the DTensor that is gathered from shards along ``cut``."""
         y: Any = x.as_subclass(self.gathered[cut])
         y.read_for_parts = None
         return y
 
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
-        """All of ``x``, which `take` made of ``given``, for a consumer that returns a summand of the cotangent. Several
-        that are given the same share one collective."""
+        """Return the unsharded ``x``, for a consumer that returns a summand of its cotangent. `take` made ``x`` of
+        ``given``. Consumers of the same ``given`` share one collective."""
         shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
         if not shares:
             return self.bring(x, cut, None, for_parts=True)
@@ -123,12 +124,12 @@ class Moves:
         self, x: Tensor, source: int | str | None, target: int | str | None, sizes: tuple[int, ...] = (),
         for_parts: bool = False,
     ) -> Any:  # fmt: skip
-        """Take the step between two ways of holding a tensor: see `step_between`. Returns None where parts would not be
-        even.
+        """Do the step of `step_between` from ``source`` to ``target``. Returns None for shards that would be uneven.
 
         Args:
-            x, source, target, for_parts: see there.
-            sizes: of the parts, where these need not be even.
+            x: local tensor.
+            source, target, for_parts: see `step_between`.
+            sizes: sizes of the shards, where they may be uneven.
         """
         name = step_between(source, target, for_parts and x.is_floating_point())
         if name is None or self.size == 1:

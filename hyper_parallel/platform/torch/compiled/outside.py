@@ -1,5 +1,4 @@
-"""Calls that a compiled frame leaves to eager mode. Imported once torch's compiler is there, which takes long to
-import."""
+"""Calls that a compiled frame leaves to eager mode. Imported after torch's compiler, whose import is slow."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from hyper_parallel.platform.torch.compiled.views import trace
 
 __all__: list[str] = []
 
-#: The subjects of warnings that were given.
+#: Subjects of the warnings that were already shown.
 _SAID: set[str] = set()
 _UNITS = "units of data parallelism run outside of compiled code, as in eager mode"
 
@@ -68,7 +67,7 @@ def _operation(what: str) -> None:
     _say(what, "TORCH_LOGS=graph_breaks shows where")
 
 
-# Called while a frame is traced, rather than by compiled code.
+# Called while a frame is traced, not by compiled code.
 _operation._dynamo_marked_constant = True  # type: ignore[attr-defined]
 Outside.leave, Outside.run, Outside.unit, Outside.trace = _leave, _run, _unit, trace
 Outside.say = _operation

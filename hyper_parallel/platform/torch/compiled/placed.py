@@ -1,9 +1,9 @@
 """Stand-ins for DTensors inside a compiled frame: plain local tensors of a class that knows their placement.
 
 To torch's compiler a `Placed` is the local tensor. The compiled forwards of styled modules know the class and read the
-placement. Any other code that computes on one leaves the compiled code: there it becomes the DTensor that eager mode
-has. One that leaves the frame becomes a DTensor when it is first used. There is a class for each mesh and cut. So it
-needs no attributes, which compiled code would have to carry along.
+placement. Any other code that computes on a `Placed` leaves the compiled code, and gets the DTensor of eager mode. A
+`Placed` that leaves the frame becomes a DTensor when it is first used. There is a class for each mesh and cut. So a
+`Placed` needs no attributes, which compiled code would have to carry along.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = [
 
 
 def kept_on_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
-    """``make(mesh, *key)``, each of whose results is kept on the mesh, and goes with it."""
+    """Return ``make(mesh, *key)`` with its results cached on the mesh, and freed with it."""
 
     @wraps(make)
     def find(mesh: Any, *key: Any) -> Any:
@@ -40,18 +40,18 @@ def kept_on_mesh(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def plain(x: Any) -> Tensor:
-    """The local tensor of a `Placed` or a DTensor."""
+    """Return the local tensor of a `Placed` or a DTensor."""
     with no_dispatch():
         return x.view_as(x)
 
 
 class Part(Tensor):
-    """A plain tensor of which each rank has some positions, while a module computes that treats each by itself: its
-    result from whole parameters gives a summand of their gradients. See `part_class`."""
+    """This rank's plain shard of the positions, inside a module that treats each position separately. The
+    module computes a summand of the gradients of its replicated parameters. See `part_class`."""
 
 
 def settle(x: Any) -> Any:
-    """``x``, or the contents of a tuple, list or dict, with each `Placed` changed into a DTensor."""
+    """Return ``x``, or the contents of a tuple, list or dict, with each `Placed` changed into a DTensor."""
     if isinstance(x, (tuple, list)):
         return type(x)(map(settle, x)) if type(x) in (tuple, list) else x
     if type(x) is dict:
@@ -69,15 +69,15 @@ def settle(x: Any) -> Any:
 
 
 class Outside:
-    """Functions that run outside of compiled code. `outside` sets them, as soon as torch's compiler is there."""
+    """Functions that run outside of compiled code. The module `outside` sets them when torch's compiler is imported."""
 
-    #: ``leave(call, args, kwargs)``: a call with DTensors in place of each `Placed`.
+    #: ``leave(call, args, kwargs)``: make a call with DTensors in place of each `Placed`.
     leave: Any = None
-    #: ``run(module, args, kwargs)``: the same, of the forward of a styled module.
+    #: ``run(module, args, kwargs, why)``: call the eager forward of a styled module, with DTensors.
     run: Any = None
-    #: ``unit(module, args, kwargs)``: the forward of a unit of data parallelism, inside of which frames are compiled.
+    #: ``unit(module, args, kwargs)``: call the forward of a unit of data parallelism; frames inside it are compiled.
     unit: Any = None
-    #: ``trace(func, args, kwargs)``: the result of an operation on a `Placed`, or None where it is not traced.
+    #: ``trace(func, args, kwargs)``: return the result of an operation on a `Placed`, or None for an untraced one.
     trace: Any = None
     #: ``say(what)``: warn of code that leaves a frame that is being traced.
     say: Any = None
@@ -92,14 +92,14 @@ def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
 def _torch_function(cls: type, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
     for other in types:
         if issubclass(other, Part):
-            return NotImplemented  # which reads parameters in its own way
+            return NotImplemented  # `Part` handles parameters itself
     y = Outside.trace(func, args, kwargs or {})
     return _leave(func, args, kwargs or {}) if y is None else y
 
 
 @kept_on_mesh
 def placed_class(mesh: Any, size: int, cut: int | None) -> type:
-    """The class of tensors of which ranks of the 1-D ``mesh`` hold equal parts along ``cut``, or all with None."""
+    """Return the class of tensors that are sharded evenly along ``cut`` over the 1-D ``mesh``; None for replicated."""
 
     def layout(self: Any) -> Any:
         with no_dispatch():
@@ -121,9 +121,9 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
 
 @kept_on_mesh
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
-    """The class of shards along ``cut`` that stand for the DTensor gathered from them, `Replicate`. Each reader
-    gathers, so that backward does what this reader needs. Instances have ``read_for_parts``, the tensor that the first
-    reader of summands has gathered, or None."""
+    """Return the class of shards along ``cut`` that stand for the replicated DTensor gathered from them. Each reader
+    gathers on its own, so that backward takes the step that the reader needs. Instances have ``read_for_parts``: the
+    tensor gathered by the first reader that returns summands of the cotangent, or None."""
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
 
@@ -141,9 +141,9 @@ def gathered_class(mesh: Any, size: int, cut: int) -> type:
 
 
 class Shared(Tensor):
-    """A plain tensor that a module gives several column-parallel ones, which share the all-reduce of its gradient.
+    """A plain tensor that several column-parallel modules read, which share the all-reduce of its gradient.
 
-    Instances have ``read_for_parts``, see `gathered_class`. To all others it is the plain tensor.
+    Instances have ``read_for_parts``, see `gathered_class`. Other code sees the plain tensor.
     """
 
     @classmethod
@@ -154,7 +154,7 @@ class Shared(Tensor):
 
 @cache
 def part_class(group: str) -> type:
-    """The class of a `Part` in the module that is computing, whose parameters are whole on all ranks of ``group``."""
+    """Return the class of a `Part` in a module whose parameters are replicated over the ranks of ``group``."""
 
     def read(x: Any) -> Any:
         if isinstance(x, Part):
@@ -172,8 +172,8 @@ def part_class(group: str) -> type:
 
 
 def held_class(layout: Any, mesh: Any, cut: int | None) -> type:
-    """The class that stands for DTensors of ``layout`` that come into a frame. Where a `placed_class` cannot have their
-    parts, ``mesh`` is None."""
+    """Return the class that stands for DTensors of ``layout`` that enter a frame. ``mesh`` is None where no
+    `placed_class` fits their shards."""
     found: type = _held_class(layout.mesh, layout, mesh, cut)
     return found
 

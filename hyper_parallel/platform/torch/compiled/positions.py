@@ -1,7 +1,7 @@
-"""Operations on a `Placed` that treat each position by itself: the parts of norms of a user's own class.
+"""Operations on a `Placed` that treat each position separately: the operations of a user-defined norm.
 
-Each runs on local tensors. A cut that all operands share is the result's. An operand that all ranks have whole, next to
-one that is cut, is read for parts: each rank computes a summand of its gradient. All else is left to eager mode.
+Each operation runs on local tensors. A cut that all operands share is the cut of the result. A replicated operand next
+to a sharded one is read for parts: each rank computes a summand of its gradient. The rest is left to eager mode.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ def _group_of(number: int) -> Any:
     return None if mesh is None else mesh.platform_group(0)().group_name
 
 
-# Called while a frame is traced, rather than by compiled code.
+# Called while a frame is traced, not by compiled code.
 class_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _group_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def is_placed(x: Any) -> bool:
-    """Return whether ``x`` stands for a DTensor of which ranks have equal parts, or all of it."""
+    """Return whether ``x`` stands for a DTensor that is replicated, or sharded evenly."""
     return isinstance(x, State.tensor_class.__bases__[0]) and x.placed_on is not None and x.gathers is None
 
 
 def trace_positions(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute ``func``, or return None where it is not traced here."""
+    """Return the result of ``func``, or None for a call that is not traced here."""
     if func in _ELEMENTWISE:
         return _elementwise(func, args, kwargs)
     if func in _ALONG:
@@ -62,7 +62,7 @@ def _wrapped(y: Tensor, mesh: Any, cut: int | None) -> Any:
 
 
 def _for_parts(x: Any, mesh: Any) -> Any:
-    """Return the local tensor of a replicated one, for a consumer that computes on a part."""
+    """Return the local tensor of a replicated one, for a consumer that computes on a shard."""
     local = plain(x)
     if mesh.shape[0] == 1 or not local.is_floating_point():
         return local
@@ -84,7 +84,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
             return None
     if mesh is None:
         return None
-    # Both are counted from the last dimension, as broadcasting does.
+    # The cut is counted from the last dimension, as broadcasting aligns dimensions there.
     cut, length = None, 0
     for x in args:
         if is_placed(x) and x.placed_cut is not None:
@@ -99,7 +99,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
         elif cut is None or x.placed_cut is not None:
             operands.append(plain(x))
         elif x.ndim >= -cut and plain(x).shape[cut] != 1:
-            return None  # which is to be cut first
+            return None  # this operand would have to be sharded first
         else:
             operands.append(_for_parts(x, mesh))
     y = func(*operands, **kwargs)
@@ -107,7 +107,7 @@ def _elementwise(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _along(func: Any, args: tuple, kwargs: dict) -> Any:
-    """A reduction along dimensions that all ranks have whole."""
+    """Return a reduction along unsharded dimensions, or None for other calls."""
     x, *more = args
     if not is_placed(x) or len(more) > (1 if func in _UNBIASED else 2):
         return None
@@ -161,7 +161,7 @@ def _norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _functions(names: str, *owners: Any) -> dict[Any, None]:
-    """Return the functions of these names, as a dict: the compiler looks functions up in one."""
+    """Return the functions with these names as keys of a dict, in which the compiler can look functions up."""
     return {getattr(owner, name): None for owner in owners for name in names.split() if hasattr(owner, name)}
 
 
@@ -172,7 +172,7 @@ _ELEMENTWISE = _functions(
     torch,
     Tensor,
 ) | _functions("silu gelu sigmoid tanh relu softplus", F)
-#: Those of which the second positional argument is not ``keepdim``.
+#: Functions whose second positional argument is not ``keepdim``.
 _UNBIASED = _functions("var std", torch, Tensor)
 _ALONG = _functions("mean sum amax amin", torch, Tensor) | _UNBIASED
 _NORMS = _functions("layer_norm rms_norm", F, torch)

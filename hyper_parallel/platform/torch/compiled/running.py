@@ -1,9 +1,8 @@
 """Running a compiled graph, whose inputs are DTensors, on local tensors.
 
-AOT autograd runs a graph inside of an autograd function. That function may be given DTensors: autograd sees the local
-tensors that they are below Python, and gradients come straight to parameters. Inside, forward and backward, nothing is
-dispatched, so that they are local tensors there too. Other objects for them, views around the function or detached
-tensors inside, would do as well, and take longer.
+AOT autograd runs a graph inside of an autograd function, which accepts DTensors. Autograd sees the local tensors below
+the Python class, so gradients go straight to the parameters. Inside forward and backward no dispatch happens, so code
+there sees local tensors too. Views outside the function, or detached tensors inside, would also work, but are slower.
 """
 
 from __future__ import annotations
@@ -16,18 +15,18 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 __all__ = ["localize", "running"]
 
-#: Where the function of a graph, a class, keeps its compiled forward.
+#: Attribute of a graph's autograd function, a class, that holds its compiled forward.
 _COMPUTES = "compiled_fw"
-#: Without the way through the method that DTensors have.
+#: Bypasses the method of the same name that DTensors have.
 _detach = torch.Tensor.detach
 
 
 def running(compiled: Callable[..., Any], held: list[int], compare: Callable[[], None] | None) -> Callable[..., Any]:
-    """A graph that compares plain shards in its first run, and is given DTensors.
+    """Return a function that runs a graph on DTensors, and compares plain shards in its first run.
 
     Args:
         compiled: the graph.
-        held: which inputs are DTensors.
+        held: indices of the inputs that are DTensors.
         compare: see `comparisons`; None where there is nothing to compare.
     """
     takes_dtensors = False
@@ -49,23 +48,23 @@ def running(compiled: Callable[..., Any], held: list[int], compare: Callable[[],
 
 
 def _views(args: Any, held: list[int]) -> list[Any]:
-    """To be called where nothing is dispatched."""
+    """Return ``args`` with local views of DTensors. Call it only inside ``no_dispatch``."""
     new, differentiable = list(args), torch.is_grad_enabled()
     for i in held:
-        # The quickest ways.
+        # These are the fastest calls that return a new local tensor.
         new[i] = new[i][...] if differentiable else _detach(new[i])
     return new
 
 
 def _is_from_aot(y: Any) -> bool:
-    """Return whether a tensor comes from a function that `localize` knows."""
+    """Return whether a tensor was computed by an autograd function of a compiled graph, as `localize` expects it."""
     function = getattr(getattr(y, "grad_fn", None), "_forward_cls", None)
     return function is not None and getattr(vars(function).get(_COMPUTES), "_boxed_call", False)
 
 
 def localize(function: Any) -> None:
-    """Let the backward of an autograd function work on local tensors too, if a graph is inside. The function is
-    about to be given DTensors. It keeps the parameters themselves for backward, as in hand-written code."""
+    """Let the backward of an autograd function also work on local tensors, if it holds a compiled graph. The function
+    is about to get DTensors. It saves the parameters themselves for backward, as hand-written code does."""
     if not hasattr(function, _COMPUTES) or getattr(function, "takes_dtensors", False):
         return
     backward = function.backward

@@ -1,4 +1,4 @@
-"""The switch between the two forwards of a plan: the second runs under torch's compiler, or where a test asks."""
+"""The switch between the two forwards of a plan: the second one runs under torch's compiler, or on a test's request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations on a `Placed` that compiled code has: other shapes and dtypes, losses, and those of `positions`."""
+"""Operations on a `Placed` in compiled code: views, casts, losses, and the operations of `positions`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["trace"]
 
 
 def trace(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute an operation on a `Placed` in compiled code, or return None where it is left to eager mode."""
+    """Return the result of an operation on a `Placed` in compiled code, or None for one left to eager mode."""
     original = getattr(func, "__wrapped__", func)
     if original in _LOSSES:
         return loss_of_placed(_LOSSES[original], args, kwargs)
@@ -60,7 +60,7 @@ def _view(x: Tensor, cut: int | None, shape: Any, *new: Any) -> Any:
         new = tuple(new[0])
     if cut is None:
         return x.reshape(new), cut
-    # Only views that keep the last dimension, if that is the one that is cut.
+    # If the last dimension is sharded, only views that keep it; no views for other cuts.
     if cut != x.ndim - 1 or not new or new[-1] != shape[cut]:
         return None
     return x.reshape((*new[:-1], x.shape[cut])), len(new) - 1
@@ -79,5 +79,5 @@ _VIEWS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.reshape, Tensor.reshape, Tensor.view), _view),
     **dict.fromkeys((torch.transpose, Tensor.transpose), _transpose),
 }
-#: Losses before they are replaced: whether it is that of log-probabilities.
+#: Loss functions, unwrapped, as they were before the library replaced them -> whether it takes log-probabilities.
 _LOSSES = {inspect.unwrap(F.cross_entropy): False, inspect.unwrap(F.nll_loss): True}

@@ -1,4 +1,4 @@
-"""Hooks on the gradients of distributed tensors: before a gradient is accumulated, and after it."""
+"""Hooks on the gradients of distributed tensors, called before or after a gradient is accumulated."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["keep_hooks"]
 
 
 class _GradientHook:
-    """A tensor hook that sees and returns DTensors.
+    """A tensor hook that gets and returns DTensors.
 
-    Autograd also calls hooks without a gradient. It does so for a parameter of `fully_shard` whose gradient is
-    accumulated for a later backward. The user's hook is called when that gradient is reduced.
+    Autograd sometimes calls hooks with None as gradient. This happens for a parameter of `fully_shard` whose gradient
+    is pending until a later backward. The user's hook is called when that gradient is reduced.
     """
 
     __slots__ = ("_hook", "_layout")
@@ -27,7 +27,7 @@ class _GradientHook:
         self._hook, self._layout = hook, layout
 
     def with_layout(self, layout: Any) -> _GradientHook:
-        """Return the hook for a parameter that was distributed again."""
+        """Return the hook for its parameter with another layout."""
         return _GradientHook(self._hook, layout)
 
     def __call__(self, gradient: Any) -> Any:
@@ -45,7 +45,7 @@ class _GradientHook:
 
 
 class _AccumulatedHook:
-    """A hook for a parameter whose gradient was accumulated. Autograd also calls it when there is none: see above."""
+    """A hook that is called after a gradient was accumulated. It skips autograd's calls without a gradient."""
 
     __slots__ = ("_hook",)
 
@@ -61,20 +61,20 @@ class _AccumulatedHook:
 
 @replaces(Tensor.register_hook)
 def register_hook(x: Any, hook: Callable) -> Any:
-    """The hook sees and returns a DTensor."""
+    """Register a hook on the gradient. The hook gets and returns a DTensor."""
     with no_dispatch():
         return x.register_hook(_GradientHook(hook, x._layout))
 
 
 @replaces(Tensor.register_post_accumulate_grad_hook)
 def register_post_accumulate_grad_hook(x: Any, hook: Callable) -> Any:
-    """The hook is called when the gradient is there."""
+    """Register a hook that is called with the parameter once its gradient is accumulated."""
     with no_dispatch():
         return x.register_post_accumulate_grad_hook(_AccumulatedHook(hook))
 
 
 def keep_hooks(parameter: Any) -> None:
-    """Let hooks that were registered before a parameter was distributed see its DTensors.
+    """Let hooks that were registered before a parameter was distributed get DTensors.
 
     Args:
         parameter: a DTensor. Its layout may have changed since hooks were registered.

@@ -1,1 +1,1 @@
-"""Random programs of trainers: values are kept, written, chosen, saved and loaded around steps; docs/fuzzing.md."""
+"""Random programs of trainers, which save, write, select and load values between steps. See docs/fuzzing.md."""

@@ -1,6 +1,6 @@
 """Job of a trainer: a model on one device or distributed, an optimizer, and the values that are compared.
 
-The values on one device are the reference. Distributed, each rank compares its own part of the same with it.
+A job on one device records the reference. In a distributed job, each rank compares its shards with the reference.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATES = {"sgd": 0.05, "momentum": 0.02, "adamw": 0.01}
 
 
 class WrongError(Exception):
-    """A value differs from the single device's."""
+    """Raised for a value that differs from the single device's."""
 
 
 class Job:
@@ -31,13 +31,12 @@ class Job:
 
     Args:
         program: the program to run.
-        meshes: of each setup: its mesh, that of data and that of tensor parallelism; None where this rank is not in it.
-            None in place of all: one device.
-        everyone: a mesh of all ranks that are in any of these.
-        compare: ``compare(what, got, part)`` of each recorded value: ``got`` is this rank's, ``part`` the index of that
-            in the whole. None: it is kept in `seen`.
-        shaken: moves all values a little that a program gives, the first ones and those that it loads, by another error
-            for each number above 0.
+        meshes: for each setup its mesh, its data-parallel mesh and its tensor-parallel mesh; None on a rank outside.
+            None in place of the list means one device.
+        everyone: mesh of all ranks that take part in any setup.
+        compare: ``compare(what, got, part)``, called for each recorded value. ``got`` is this rank's value, ``part``
+            its index in the full value. With None, values are recorded in `seen`.
+        shaken: a positive number adds small errors to initial and loaded values, different for each number.
     """
 
     def __init__(
@@ -54,13 +53,13 @@ class Job:
         self.seen: dict[str, np.ndarray | None] = {}
         self._at = "at first"
         self.dtype = np.dtype(program.model.dtype)
-        self.order = tuple(range(len(program.model.blocks)))  # of the blocks, where ranks do not choose
+        self.order = tuple(range(len(program.model.blocks)))  # order of the blocks, unless ranks choose
         self._setup(program.setups[0])
         if shaken:
             self._write(self._moved(self._whole()))
 
     def _moved(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Values with errors like those of rounding, where the job is shaken."""
+        """Return values with errors like rounding, if the job is shaken."""
         if not self._shaken:
             return values
         errors = {
@@ -70,7 +69,7 @@ class Job:
 
     # ---------------------------------------------------------------------- recorded values
     def see(self, what: str, x: Any, rows: slice | None = None) -> None:
-        """Compare a tensor, DTensor or array, or None; ``rows`` are those that this rank has of it."""
+        """Record or compare a tensor, DTensor, array or None; ``rows`` are this rank's rows of the full value."""
         if self.meshes is None:
             self.seen[what] = None if x is None else np.array(self._numpy(x))
             return
@@ -83,7 +82,7 @@ class Job:
         return x if isinstance(x, np.ndarray) else np.asarray(self.adapter.numpy(x))
 
     def _look(self, when: str) -> None:
-        """Parameters, buffers, and all that was kept."""
+        """Record or compare parameters, buffers and averages, and check all saved aliases."""
         if not self.takes_part:
             return
         named = models.parameters(self.root)
@@ -103,7 +102,7 @@ class Job:
 
     # ---------------------------------------------------------------------- models and optimizers
     def _setup(self, setup: Setup, seed: int = 5) -> None:
-        """A new model and optimizer."""
+        """Make a new model and optimizer for ``setup``."""
         program = self.program
         self.now, self.takes_part = setup, True
         self.dp = self.tp = self.mesh = None
@@ -137,8 +136,10 @@ class Job:
         self._optimizer()
 
     def _watch(self) -> None:
-        """Let units be gathered by hand while the model runs, as ``inside`` draws. Without storage to free, a unit
-        that is gathered after its forward stays whole until `reshard`."""
+        """Let ``inside`` unshard random units by hand while the model runs.
+
+        Without storage to free, a unit that is unsharded after its forward stays unsharded until `reshard`. So backends
+        without it are left out."""
         if self.meshes is None or not hasattr(self.root, "unshard") or not self.platform.frees_storage:
             return
 
@@ -158,7 +159,7 @@ class Job:
             self.platform.register_forward_hook(block, lambda module, args, output: act())
 
     def _asks(self) -> list[bool]:
-        """Return for each parameter whether it is trained."""
+        """Return for each parameter whether it requires gradients."""
         return [p.requires_grad for p in models.parameters(self.root).values()]
 
     def _ask(self, flags: list[bool]) -> None:
@@ -173,12 +174,12 @@ class Job:
             self.optimizer, self.take = self.adapter.optimizer(self.root, name, RATES[name])
 
     def _whole(self) -> dict[str, np.ndarray]:
-        """All values of parameters and buffers."""
+        """Return the full values of all parameters and buffers."""
         named = models.held(self.root)
         return {name: np.array(self.adapter.numpy(x)) for name, x in named.items()}
 
     def _write(self, values: dict[str, np.ndarray]) -> None:
-        """Write whole values into the parameters and buffers of these names."""
+        """Write full values into the parameters and buffers of these names."""
         self._reshard_all()
         for name, x in models.held(self.root).items():
             if name not in values:
@@ -189,7 +190,7 @@ class Job:
                     self.platform.write(self.platform.detach(x), self.adapter.tensor(np.ascontiguousarray(part)))
 
     def _drawn(self, seed: int) -> dict[str, np.ndarray]:
-        """New values."""
+        """Return new random values for all parameters and buffers."""
         named, rng = models.held(self.root), np.random.default_rng(seed)
         return self._moved(
             {n: (rng.standard_normal(tuple(x.shape)) * 0.3).astype(self.dtype) for n, x in named.items()}
@@ -217,14 +218,16 @@ class Job:
         return x, weights
 
     def _mine(self, x: Any) -> Any:
-        """The part of a batch for this rank, where each has one. It is a plain tensor, or all of it as a DTensor."""
+        """Return a batch as this rank passes it to the model: a DTensor for data ``"batch"``, else unchanged."""
         if self.program.data == "batch" and self.dp is not None:
             return distribute_tensor(x, self.dp, [Shard(0)] * self.dp.ndim, src_data_rank=None)
         return x
 
     def _forwards(self) -> Iterator[tuple[str, slice, slice | None]]:
-        """Yield the calls, with the order of blocks set: a name, the call's rows of the batch, and the rows of its
-        result. Where ranks choose, one device does the work of each."""
+        """Yield the calls of the model, with the order of blocks set.
+
+        A call is a name, its rows of the batch, and the rows of its result. If ranks choose blocks, one device makes
+        the calls of all ranks."""
         whole = self.meshes is None or self.program.data == "batch"
         if self.choice is None:
             yield "output", slice(0, ROWS) if whole else self.rows[self.rank], self.rows[self.rank]
@@ -234,7 +237,7 @@ class Job:
             yield f"output of rank {rank}", self.rows[rank], None
 
     def _backward(self, seed: int, calls: int) -> None:
-        """Add to the gradients."""
+        """Run forward and backward, and accumulate the gradients."""
         adapter, program, one = self.adapter, self.program, self.meshes is None
         x, weights = self._batch(seed)
         if one and (program.data == "parts" or self.choice):
@@ -270,7 +273,7 @@ class Job:
             self.see(f"{what} of {self._at}", y, None if isinstance(y, DTensor) else rows)
 
     def _reshard_all(self) -> None:
-        """Reshard the units that were made whole by hand, before parameters change."""
+        """Reshard the units that were unsharded by hand, before parameters change."""
         units, self.by_hand = self.by_hand, []
         for unit in units:
             unit.reshard()

@@ -1,4 +1,4 @@
-"""The models of programs of trainers, and how they are distributed."""
+"""Models of training programs, and their distribution."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ __all__ = ["buffers", "build", "distribute", "held", "meshes_of", "module_at", "
 
 
 def build(model: Model, seed: int | None = 5) -> Any:
-    """A model; its attribute ``order`` is a list with the order of the blocks that it calls. Without a seed it has no
-    memory."""
+    """Return a model. Its attribute ``order`` is a list whose item is the order of the blocks that it calls. With None
+    for ``seed`` it has no memory."""
     if seed is None:
         with get_adapter().without_values():
             root = _made(model)
@@ -91,7 +91,7 @@ def _forward(self: Any, x: Any) -> Any:
 
 
 def _to_experts(self: Any, x: Any) -> Any:
-    """Sum for each token the outputs of the experts that a router chooses."""
+    """Return for each token the weighted sum of the outputs of the experts that a router chooses."""
     return get_adapter().checkpointed(partial(_mixed, self), x, False) if self.again == "inside" else _mixed(self, x)
 
 
@@ -99,13 +99,13 @@ def _mixed(self: Any, x: Any) -> Any:
     adapter = get_adapter()
     tokens = adapter.reshape(x, (x.shape[0] * x.shape[1], x.shape[2]))
     logits, indices = adapter.topk(self.router(tokens), self.chosen)
-    # After a softmax over one element, all later gradients of a process are wrong on MindSpore.
+    # On MindSpore, a softmax over one element makes all later gradients of the process wrong.
     weights = adapter.softmax(logits, -1) if self.chosen > 1 else adapter.tanh(logits)
     return adapter.reshape(forwards.routed(adapter, self, tokens, indices, weights), x.shape)
 
 
 def _writer(adapter: Any, model: Model) -> Any:
-    """A module that writes to its own parameters or buffers before it computes with them, the same on all ranks."""
+    """Return a module that writes its own parameters or buffers in forward, with the same result on all ranks."""
     writer, features = adapter.Probe(), model.features
     if model.writer == "teacher":
         writer.student, writer.teacher = (adapter.linear_module(features, features, model.bias) for _ in range(2))
@@ -115,7 +115,7 @@ def _writer(adapter: Any, model: Model) -> Any:
         writer.book = adapter.Projection(features, features)
     else:
         writer.scaled = adapter.Buffered(features)
-    # A buffer is a tensor, without the methods of parameters.
+    # A buffer is a plain tensor, without the methods of parameters.
     way = "copy" if model.writer == "buffer" and model.way in getattr(adapter, "WRITES", ()) else model.way
     object.__setattr__(writer, "does", (model.writer, way))
     get_platform().replace_forward(writer, lambda _: _written)
@@ -124,9 +124,9 @@ def _writer(adapter: Any, model: Model) -> Any:
 
 def _written(self: Any, x: Any) -> Any:
     adapter, platform, (what, way) = get_adapter(), get_platform(), self.does
-    if what == "teacher":  # follows the student
+    if what == "teacher":  # the teacher follows the student
         pairs, rate = [*zip(_own(self.teacher), _own(self.student), strict=True)], 0.5
-    else:  # shrinks
+    else:  # values shrink
         module = getattr(self, {"counter": "count", "book": "book", "buffer": "scaled"}[what])
         held = [b for _, b in platform.named_buffers(module)] if what == "buffer" else _own(module)
         pairs, rate = [(p, p * 0) for p in held], 0.1
@@ -152,7 +152,7 @@ def _own(module: Any) -> list[Any]:
 
 
 def parameters(module: Any) -> dict[str, Any]:
-    """The parameters by name, each once."""
+    """Return the parameters by name, each once."""
     platform, seen, found = get_platform(), set(), {}
     for path, sub in platform.named_modules(module):
         for name, p in platform.named_parameters(sub):
@@ -163,7 +163,7 @@ def parameters(module: Any) -> dict[str, Any]:
 
 
 def buffers(module: Any) -> dict[str, Any]:
-    """The buffers by name."""
+    """Return the buffers by name."""
     platform = get_platform()
     return {
         f"{path}.{name}".lstrip("."): b
@@ -173,20 +173,20 @@ def buffers(module: Any) -> dict[str, Any]:
 
 
 def held(module: Any) -> dict[str, Any]:
-    """Parameters and buffers."""
+    """Return parameters and buffers by name."""
     return {**parameters(module), **buffers(module)}
 
 
 def module_at(root: Any, path: str) -> Any:
-    """The module below ``root`` at a path."""
+    """Return the submodule of ``root`` at a path."""
     for name in path.split(".") if path else ():
         root = getattr(root, name)
     return root
 
 
 def meshes_of(setup: Setup) -> tuple[Any, Any, Any] | None:
-    """The mesh of a setup, that of data parallelism and that of tensor parallelism, None for a missing one. To be
-    called on all ranks of the pool; None on those outside."""
+    """Return the mesh of a setup, its data-parallel mesh and its tensor-parallel mesh. A missing mesh is None. Call it
+    on all ranks of the pool; it returns None on ranks outside the mesh."""
     mesh = spmd.device_mesh(*setup.shape, names=setup.names)
     world = spmd.device_mesh(4, names=("world",)) if setup.two_meshes else None
     if mesh is None:
@@ -203,7 +203,7 @@ def meshes_of(setup: Setup) -> tuple[Any, Any, Any] | None:
 
 
 def distribute(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp: DeviceMesh | None) -> Any:
-    """Distribute a model; returns it."""
+    """Distribute a model in place, and return it."""
     if tp is not None:
         plan = _plan(model, setup)
         if plan:
@@ -225,12 +225,12 @@ def distribute(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp:
     return fully_shard(root, mesh=dp, reshard_after_forward=setup.reshard[-1], **more)
 
 
-#: Of experts that are cut inside.
+#: Placements of experts that are sharded inside.
 INSIDE = {"gate_up": PackedShard(2, 2), "down": Shard(1)}
 
 
 def _distribute_experts(root: Any, model: Model, setup: Setup, dp: DeviceMesh | None, tp: DeviceMesh | None) -> None:
-    """Give the ranks whole experts, or parts of these. Ranks of other dimensions have copies."""
+    """Give each rank full experts, or shards of experts. Ranks of other mesh dimensions have replicas."""
     experts = [f"block{i}.experts" for i, kind in enumerate(model.blocks) if kind == "experts"]
     common: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": "tp"}
     over, rest, style = dp, None, ExpertParallel()

@@ -1,5 +1,4 @@
-"""Programs of trainers as data: a model, the ways in which it is distributed, and the actions of a trainer, step by
-step."""
+"""Training programs as data: a model, its distributions, and the actions of a trainer, step by step."""
 
 from __future__ import annotations
 
@@ -22,27 +21,27 @@ __all__ = [
     "unit_order",
 ]
 
-#: Rows of a whole batch, whatever the number of ranks.
+#: Rows of a full batch, for any number of ranks.
 ROWS = 12
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model: perhaps an embedding, blocks that are called by choice, perhaps a module that writes, perhaps a head.
+    """A model: optional embedding, blocks called in a chosen order, optional module that writes, optional head.
 
     Attributes:
         features, hidden: sizes.
         blocks: kinds of blocks: ``"linear"``, ``"mlp"``, ``"norm"``, ``"rms"``, ``"experts"``.
-        bias: of linear layers.
-        vocabulary: of the embedding, which is tied to the head; 0 for none.
-        writer: the module that writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
-        way: how it writes: ``"copy"``, ``"add"``, or one of the adapter's `WRITES`.
-        dtype: of parameters and data.
-        drops: whether blocks are followed by dropout.
-        experts, chosen: how many a block of experts has, and how many of them a token is sent to.
-        by_index: how experts are called.
-        again: how blocks of experts are computed again in backward: ``""``, ``"inside"`` for the forward of the block,
-            ``"around"`` and ``"reentrant"`` for a call of it.
+        bias: whether linear layers have a bias.
+        vocabulary: size of the vocabulary of the embedding, which is tied to the head; 0 for no embedding.
+        writer: module that writes in forward: ``""``, ``"teacher"``, ``"counter"``, ``"book"``, ``"buffer"``.
+        way: method of writing: ``"copy"``, ``"add"``, or one of the adapter's `WRITES`.
+        dtype: dtype of parameters and data.
+        drops: whether each block is followed by dropout.
+        experts, chosen: number of experts in a block, and number of experts for each token.
+        by_index: whether experts are called by index, or with sorted tokens.
+        again: checkpointing of experts: ``""``, ``"inside"`` for the forward of the block, ``"around"`` and
+            ``"reentrant"`` for a call of the block.
     """
 
     features: int
@@ -62,18 +61,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """The distribution of a model.
+    """A distribution of a model.
 
     Attributes:
-        shape, names: of the mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
-        styles: of each block, and of the submodules of a module that writes: ``""``, ``"col"``, ``"row"``, ``"pair"``.
-        units: the paths of the modules of each unit but the outermost one, in the order of the calls.
-        reshard: of each unit, and of the outermost one.
-        by_last: whether parameters are cut along their last dimension.
-        two_meshes: whether tensor and data parallelism have meshes of their own, over the same ranks.
-        small_buckets: of `replicate`.
+        shape, names: mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
+        styles: styles of the blocks, and of the submodules of a module that writes: ``""``, ``"col"``, ``"row"``,
+            ``"pair"``.
+        units: paths of the modules of each unit except the root, in the order of calls.
+        reshard: ``reshard_after_forward`` of each unit, and of the root.
+        by_last: whether parameters are sharded along their last dimension.
+        two_meshes: whether tensor and data parallelism have separate meshes over the same ranks.
+        small_buckets: whether `replicate` has small buckets.
         meta: whether the model is made without memory, and gets it when it is distributed.
-        experts: where they lie, a key of `EXPERTS`; empty without experts.
+        experts: placement of experts, a key of `EXPERTS`; empty without experts.
     """
 
     shape: tuple[int, ...]
@@ -89,7 +89,7 @@ class Setup:
 
     @property
     def data_ranks(self) -> int:
-        """The number of parts of a batch."""
+        """Number of data-parallel ranks, each of which has a shard of a batch."""
         return int(np.prod([n for n, name in zip(self.shape, self.names, strict=True) if name != "tp"], dtype=int))
 
 
@@ -99,17 +99,17 @@ Action = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Program:
-    """Program to run.
+    """A training program.
 
     Attributes:
-        seed: that it was made from.
+        seed: seed that generated the program.
         model: the model.
-        setups: the first, and those on which ``resume`` goes on.
-        data: ``"parts"``: each rank has rows of its own. ``"same"``: each has all. ``"batch"``: DTensors, one loss.
-        cuts: where a batch is cut into parts, as fractions; empty for equal parts.
+        setups: the first setup, and the setups to which ``resume`` may change.
+        data: ``"parts"``: each rank has its own rows. ``"same"``: each has all rows. ``"batch"``: DTensors, one loss.
+        cuts: positions where a batch is split, as fractions; empty for equal shards.
         optimizer: ``"sgd"``, ``"momentum"``, ``"adamw"``.
-        actions: the actions of the trainer.
-        least: how many rows each rank has at least.
+        actions: actions of the trainer.
+        least: least number of rows of a rank.
     """
 
     seed: int
@@ -127,7 +127,7 @@ class Program:
         return "\n".join([*lines, *(f"{word}({', '.join(map(repr, args))})" for word, *args in self.actions)])
 
     def rows(self, setup: Setup) -> list[slice]:
-        """Return the rows of a batch for each data-parallel rank."""
+        """Return each data-parallel rank's slice of the rows of a batch."""
         size = setup.data_ranks
         if self.data == "same":
             return [slice(0, ROWS)] * size
@@ -141,16 +141,16 @@ class Program:
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """Limits of programs for a framework.
+    """Limits of training programs for a framework.
 
     Attributes:
-        dtypes: of models.
+        dtypes: dtypes of models.
         without: words that the framework does not have.
-        writers, ways: the modules that may write in forward, and how.
-        optimizers: names of the adapter's.
-        least: how many rows each rank has at least.
-        loads: how values may be loaded.
-        again: how a block may be computed again in backward.
+        writers, ways: modules that may write in forward, and their methods of writing.
+        optimizers: names of the adapter's optimizers.
+        least: least number of rows of a rank.
+        loads: methods of loading.
+        again: kinds of checkpointing of experts.
     """
 
     dtypes: tuple[str, ...] = ("float64", "float64", "float64", "float32")
@@ -164,11 +164,11 @@ class TrainingLimits:
 
 
 def generate(seed: int, limits: TrainingLimits) -> Program:
-    """The program of a seed."""
+    """Return the program of a seed."""
     rng = np.random.default_rng((seed, 7723))
     model = _model(rng, limits)
     setups = tuple(_setup(rng, model, limits) for _ in range(3))
-    # On another number of data-parallel ranks, averages of other parts are the same only if parts do not matter.
+    # `resume` may change the number of data-parallel ranks. Averages then agree only if shards do not matter.
     data = str(rng.choice(("parts", "parts", "same", "batch")))
     cuts = tuple(float(x) for x in rng.random(3)) if rng.random() < 0.3 else ()
     optimizer = str(rng.choice(limits.optimizers))
@@ -183,7 +183,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
             at = setups[action[1]]
         actions.append(action)
     if at.units and all(len(u) == 1 for u in at.units) and not model.writer and rng.random() < 0.3:
-        # A rank that runs no unit communicates nothing, and is at its next call when others are at their first.
+        # A rank that runs no unit communicates nothing, and reaches its next call when others are still at their first.
         orders = [_order(rng, model) for _ in range(4)]
         if all(unit_order(at, order) for order in orders):
             actions.append(("differ", *orders))
@@ -197,9 +197,9 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
 def _later(
     seed: int, model: Model, actions: list[Action], data: str, limits: TrainingLimits
 ) -> tuple[Model, list[Action]]:
-    """Add newer features, drawn by numbers of their own: the earlier choices of a seed stay the same."""
+    """Add newer features with a separate generator, so that earlier choices of a seed stay the same."""
     rng = np.random.default_rng((seed, 7724))
-    # Ranks with parts of their own, or with blocks of their own, draw other numbers than one device.
+    # Ranks with their own rows or blocks draw other dropout masks than one device.
     drops = data != "parts" and not any(word in ("choose", "differ") for word, *_ in actions) and rng.random() < 0.3
     more = [how for how in limits.loads if how not in TrainingLimits().loads]
     if more:
@@ -209,20 +209,20 @@ def _later(
     return replace(model, drops=bool(drops)), actions
 
 
-#: Where experts may lie -> the names of a mesh that it takes.
+#: Placement of experts -> mesh dimensions; the mesh needs one of them.
 EXPERTS: dict[str, tuple[str, ...]] = {
-    "data": ("shard", "copy"),  # over data parallelism: alone, or in whole on each rank of tensor parallelism
+    "data": ("shard", "copy"),  # over data parallelism; replicated over tensor parallelism
     "both": ("tp",),  # over all ranks of data and tensor parallelism
-    "inside": ("tp",),  # over data parallelism, and each cut over tensor parallelism
-    "tp": ("tp",),  # over tensor parallelism alone
+    "inside": ("tp",),  # over data parallelism, with each expert sharded over tensor parallelism
+    "tp": ("tp",),  # over tensor parallelism only
 }
 
 
 def _with_experts(
     seed: int, model: Model, setups: tuple[Setup, ...], actions: list[Action], data: str, again: tuple[str, ...]
 ) -> tuple[Model, tuple[Setup, ...]]:
-    """Make a block one of experts, drawn by numbers of their own. Where ranks choose blocks, there are none: all ranks
-    must call them."""
+    """Make one block a block of experts, with a separate generator. Programs in which ranks choose blocks have none,
+    because all ranks must call experts."""
     rng = np.random.default_rng((seed, 7725))
     inner = {path.split(".")[0] for setup in setups for unit in setup.units for path in unit if path.count(".")}
     free = [i for i in range(len(model.blocks)) if f"block{i}" not in inner]
@@ -234,7 +234,7 @@ def _with_experts(
     model = replace(
         model,
         blocks=blocks,
-        hidden=max(model.hidden, 2),  # one token for one unit has a wrong gradient on MindSpore
+        hidden=max(model.hidden, 2),  # one token for one hidden unit has a wrong gradient on MindSpore
         experts=count,
         chosen=int(rng.integers(1, min(count, 3) + 1)),
         # The order of sorted tokens is a plain tensor, which does not index a distributed one.
@@ -249,7 +249,7 @@ def _again(seed: int, ways: tuple[str, ...]) -> str:
 
 
 def _lying(rng: np.random.Generator, setup: Setup, model: Model, which: int) -> Setup:
-    """Choose where experts lie."""
+    """Choose the placement of experts."""
     styles = tuple("" if i == which else style for i, style in enumerate(setup.styles))
     sizes = dict(zip(setup.names, setup.shape, strict=True))
     data = [name for name in setup.names if name != "tp"]
@@ -257,10 +257,10 @@ def _lying(rng: np.random.Generator, setup: Setup, model: Model, which: int) -> 
     if not data:
         ways = ["tp"]
     tp = sizes.get("tp", 1)
-    if "inside" in ways and -(-model.hidden // tp) * (tp - 1) >= model.hidden:  # each rank must have a part
+    if "inside" in ways and -(-model.hidden // tp) * (tp - 1) >= model.hidden:  # no rank may have an empty shard
         ways.remove("inside")
     if "rep" in setup.names or int(np.prod(setup.shape)) < 4:
-        # The ranks of "rep" have the same experts. Ranks outside take part in the new group of both dimensions.
+        # The ranks of "rep" have the same experts. Ranks outside the mesh would have to join the new flattened group.
         ways = [way for way in ways if way != "both"]
     return replace(setup, styles=styles, experts=str(rng.choice(ways)), two_meshes=False)
 
@@ -313,11 +313,11 @@ def _setup(rng: np.random.Generator, model: Model, limits: TrainingLimits) -> Se
         while left and rng.random() < 0.65:
             count = 2 if len(left) > 1 and rng.random() < 0.2 else 1
             unit = tuple(left.pop(int(rng.integers(len(left)))) for _ in range(count))
-            # A write of one module of a unit is a change between forward and backward to the others.
+            # A write by one module of a unit would change the unit's other parameters between forward and backward.
             units += [unit] if "writer" not in unit else [(path,) for path in unit]
     options: tuple[Any, ...] = (None, True, False)
     if shape[0] == 4 and names == ("shard",):
-        options = (*options, 2)  # all ranks of the world take part in new groups
+        options = (*options, 2)  # the mesh has all ranks, so all take part in new groups
     reshard = tuple(_draw(rng, options) for _ in range(len(units) + 1))
     return Setup(
         shape,
@@ -328,7 +328,7 @@ def _setup(rng: np.random.Generator, model: Model, limits: TrainingLimits) -> Se
         by_last=bool(rng.random() < 0.2),
         two_meshes=len(shape) == 2 and int(np.prod(shape)) == 4 and bool(rng.random() < 0.4),
         small_buckets=bool(rng.random() < 0.5),
-        # A tensor that gets memory for the first time is tied no more, on one device as well.
+        # On one device too, a tensor that gets memory for the first time loses its tie.
         meta=bool(rng.random() < 0.15) and not model.vocabulary and "empty" not in limits.without and "tp" not in names,
     )
 
@@ -344,23 +344,23 @@ def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
 
 
 def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[int, ...]]:
-    """The blocks that each of four ranks calls: the same units, and any others between them."""
+    """Return the blocks that each of four ranks calls: the same units, with any other blocks between them."""
     in_units = {path.split(".")[0] for unit in at.units for path in unit}
     free = [i for i in range(len(model.blocks)) if f"block{i}" not in in_units]
     orders = []
     common = _order(rng, model)
     for _ in range(4):
         kept = [i for i in common if f"block{i}" in in_units]
-        # At least one of the outermost unit: its gradients are reduced by a rank that has some.
+        # At least one block of the root unit, because only a rank with gradients reduces them.
         for i in rng.choice(free, int(rng.integers(1, 4))) if free else ():
             kept.insert(int(rng.integers(len(kept) + 1)), int(i))
         orders.append(tuple(kept))
     return orders
 
 
-#: Switches that a backward may turn off.
+#: Methods that a backward may call to skip a part of gradient reduction.
 SWITCHES = ("", "set_requires_gradient_sync", "set_requires_gradient_sync", "set_requires_all_reduce")
-#: How a trainer may take something of a parameter.
+#: Kinds of aliases of a parameter that a trainer may save.
 TAKEN = ("state_dict", "model_state_dict", "detach", "to_local", "memory", "data")
 _WORDS = {
     "step": 6.0,
@@ -401,7 +401,7 @@ def _action(
     weights = dict(_WORDS)
     without = [] if "shard" in at.names else ["unshard", "reshard", "inside"]
     without += limits.without
-    # One loss of all ranks, or a module that writes, is the same for all.
+    # A loss of all ranks, or a module that writes, must be the same on all ranks.
     without += ["choose"] if at.data_ranks == 1 or data == "batch" or model.writer else []
     without += [] if "keep" in known else ["scale"]
     without += [] if "save" in known else ["restore"]
@@ -410,7 +410,7 @@ def _action(
     odds = np.array([weights[word] for word in words])
     word = str(rng.choice(words, p=odds / odds.sum()))
     seed = int(rng.integers(1 << 30))
-    if word == "step":  # a second call would write to values that backward of the first one needs
+    if word == "step":  # with a writer, a second call would overwrite values that backward of the first needs
         return word, seed, 1 if model.writer else int(rng.choice((1, 1, 2))), float(rng.choice((0.0, 0.0, 0.05)))
     if word == "accumulate":
         return word, seed, str(rng.choice(SWITCHES))
@@ -436,6 +436,6 @@ def _action(
 
 
 def unit_order(setup: Setup, order: tuple[int, ...]) -> list[int]:
-    """Return the units that blocks come to, called in an order."""
+    """Return the indices of the units that are reached when blocks are called in ``order``."""
     where = {path.split(".")[0]: i for i, unit in reversed([*enumerate(setup.units)]) for path in unit}
     return [where[f"block{i}"] for i in order if f"block{i}" in where]

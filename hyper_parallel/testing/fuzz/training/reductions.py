@@ -1,4 +1,4 @@
-"""Programs of trainers with something left out."""
+"""Smaller variants of training programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["smaller"]
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with something left out, the most promising first."""
+    """Yield smaller variants of a program, the most promising first."""
     actions = program.actions
     for at in reversed(range(len(actions))):
         if len(actions) > 1:
@@ -61,7 +61,7 @@ def _with_setup(program: Program, i: int, setup: Setup) -> Program:
 
 
 def _with_model(program: Program, model: Model) -> Program:
-    """The program with another model; blocks and units that it does not have are left out."""
+    """Return the program with another model, without blocks and units that this model does not have."""
     names = {f"block{i}" for i in range(len(model.blocks))} | ({"writer"} if model.writer else set())
     setups = []
     for setup in program.setups:

@@ -1,4 +1,4 @@
-"""Programs of trainers on one device and distributed, and their outcomes."""
+"""Runs of training programs on one device and distributed, and their outcomes."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Reference:
     """Results of a program on a single device.
 
     Attributes:
-        program: that was run.
-        seen: the compared values: name -> its values, or None.
-        problem: why there is none of this, empty if there is.
+        program: the program.
+        seen: the compared values by name, or None.
+        problem: reason why there are no results; empty if there are.
     """
 
     program: Program
@@ -52,7 +52,7 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
 
 
 def told(error: Exception) -> str:
-    """Return what a report says of an error: class, message and place."""
+    """Return the class, message and place of an error, for reports."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error}"[:300] + f" ({frame.name}:{frame.lineno})"
 
@@ -61,7 +61,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
     """Run a program and return the verdict of this rank; None for a rank outside the mesh."""
     program = reference.program
     used = {0, *(a[1] for a in program.actions if a[0] == "resume")}
-    # A job looks for its setup by value, and two may be the same.
+    # A job finds its setup by value, and two setups may be equal.
     meshes = [models.meshes_of(s) if s in [program.setups[i] for i in used] else None for s in program.setups]
     everyone = spmd.device_mesh(max(math.prod(program.setups[i].shape) for i in used))
     if everyone is None:
@@ -80,7 +80,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
                 return "right", ""
             return "plain refused" if reference.problem else "refused", told(error)
         finally:
-            if program.actions[-1][0] == "differ":  # ranks that were in a collective do not know that others asked
+            if program.actions[-1][0] == "differ":  # ranks that were in a collective do not know that other ranks asked
                 for mesh in (mesh for mesh in meshes if mesh is not None and mesh[1] is not None):
                     for agreement in (agreement_of(mesh[1], dim) for dim in range(mesh[1].ndim)):
                         if agreement is not None:
@@ -95,7 +95,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 
 def differs(trainer: Trainer | None) -> bool:
-    """Return whether this rank and those that shard with it run different units at the end."""
+    """Return whether this rank, and the ranks that shard units with it, run different units at the end."""
     if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
         return False
     setup, (word, *orders) = trainer.now, trainer.program.actions[-1]
@@ -107,10 +107,10 @@ def differs(trainer: Trainer | None) -> bool:
 
 
 class Comparison:
-    """Compares the values of a rank with a reference.
+    """Comparison of a rank's values with a reference.
 
     Args:
-        reference: the single device's.
+        reference: results of the single device.
     """
 
     def __init__(self, reference: Reference) -> None:
@@ -123,7 +123,7 @@ class Comparison:
         ]
 
     def __call__(self, what: str, got: np.ndarray | None, part: Any) -> None:
-        """Raise `WrongError` where they differ."""
+        """Raise `WrongError` if a value differs from its part of the reference."""
         if self._reference.problem:
             return
         if what not in self._reference.seen:
@@ -143,16 +143,16 @@ class Comparison:
             raise WrongError(f"{what}: off by {np.max(error):.1e}: {got.tolist()} in place of {wanted.tolist()}"[:500])
 
     def _rounding(self, what: str) -> np.ndarray:
-        """Ten times the change of the result that errors like rounding make in all values of the program.
+        """Return ten times the change of a value under errors like rounding in all values of the program.
 
-        Those that it loads over the first ones have errors too.
+        Loaded values have errors too.
         """
         if self._slack is None:
             runs = [on_one_device(self._reference.program, shaken) for shaken in range(1, 4)]
             self._slack = [run.seen for run in runs if not run.problem]
         wanted = self._reference.seen[what]
         assert wanted is not None
-        # Shaken by 1e-6, which are many roundings of float64.
+        # Values are shaken by 1e-6, which is many rounding errors of float64.
         scale = 10 if self._tolerance > 1e-6 else 1e-5
         found = [np.abs(np.asarray(seen[what]) - wanted) for seen in self._slack]
         return np.max(found, axis=0) * scale if found else np.zeros_like(wanted)

@@ -1,4 +1,4 @@
-"""Random programs that train a language model whose sequences are cut, on one device and distributed."""
+"""Random programs that train a language model with sharded sequences, on one device and distributed."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ __all__ = ["Program", "Reference", "generate", "on_one_device", "run", "smaller"
 
 IGNORED, VOCABULARY = -100, 7
 _TOLERANCE = {"float64": 1e-9, "float32": 2e-4}
-#: (dp, cp).
+#: Sizes (dp, cp) of meshes.
 _MESHES = ((1, 2), (1, 3), (1, 4), (2, 2), (2, 2), (4, 1), (2, 1))
-#: Sizes of a mask, which is added to the scores, by samples, heads and length.
+#: Name of a mask, which is added to the scores -> its shape, from samples, heads and length.
 _MASKS = {
     "": lambda samples, heads, n: (),
     "square": lambda samples, heads, n: (n, n),
@@ -48,26 +48,26 @@ _MASKS = {
 
 @dataclass(frozen=True)
 class Program:
-    """Program to run.
+    """A training program with sharded sequences.
 
     Attributes:
-        seed: that it was made from.
-        samples, length: of the whole batch.
-        heads: of queries, of keys, and features of each.
-        layers: how many.
-        causal: whether each layer has the causal mask, where it has no other one.
-        mask: name of `_MASKS`.
-        mesh: ranks of dp and cp.
+        seed: seed that generated the program.
+        samples: number of samples of the full batch.
+        heads: number of query heads, number of key heads, and features of a head.
+        layers: number of layers.
+        causal: whether each layer has the causal mask, if it has no other mask.
+        mask: name in `_MASKS`.
+        mesh: sizes of dp and cp.
         way: ``"context"`` or ``"style"``.
-        method: of attention, or None.
+        method: method of attention, or None.
         balance: see `context_parallel`.
-        data: ``"replicate"``, ``"fully_shard"``, ``"both"`` (over two dimensions), or ``""``: gradients are added by
-            hand.
+        data: ``"replicate"``, ``"fully_shard"``, ``"both"`` (`fully_shard` over two dimensions). With ``""`` the
+            gradients are added by hand.
         checkpointed: ``""``, ``"reentrant"`` or ``"other"``.
-        frozen: a part of the names of parameters that are not trained, or empty.
+        frozen: pattern in the names of parameters that are not trained, or empty.
         ignored: share of labels that do not count.
-        lengths: of the steps; the first one is ``length``.
-        dtype: of parameters.
+        lengths: sequence lengths of the steps.
+        dtype: dtype of parameters.
     """
 
     seed: int
@@ -89,11 +89,11 @@ class Program:
 
 
 def generate(seed: int, dtypes: tuple[str, ...], checkpoints: tuple[str, ...]) -> Program:
-    """The program of a seed.
+    """Return the program of a seed.
 
     Args:
-        seed: see there.
-        dtypes: of models.
+        seed: the seed.
+        dtypes: possible dtypes of models.
         checkpoints: kinds of checkpointing that the framework has, and ``""``.
     """
     rng = np.random.default_rng((seed, 3851))
@@ -108,7 +108,7 @@ def generate(seed: int, dtypes: tuple[str, ...], checkpoints: tuple[str, ...]) -
     if mask and method == "ring":
         method = None
     lengths = tuple(int(n) for n in rng.integers(2, 15, draw(1, 2, 3)))
-    if rng.random() < 0.9:  # else some are refused, because a rank would have nothing
+    if rng.random() < 0.9:  # the remaining programs may be refused, because a rank would have an empty shard
         lengths = tuple(n if all(chunk_sizes(n, mesh[1])) else mesh[1] * draw(2, 3) for n in lengths)
     if method == "exchange" and (shared % mesh[1] or mask in ("square", "each head")) and rng.random() < 0.9:
         method = None
@@ -137,9 +137,9 @@ class Reference:
     """Results of a program on a single device.
 
     Attributes:
-        program: that was run.
+        program: the program.
         seen: the compared values by name.
-        problem: why there is none of this, empty if there is.
+        problem: reason why there are no results; empty if there are.
     """
 
     program: Program
@@ -196,13 +196,13 @@ def _attention(self: Any, x: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------ runs
 def _in_one(mesh: Any) -> Any:
-    """The ranks of a mesh as one dimension. For a new group all ranks of the world would be needed."""
+    """Return a 1-D mesh of the ranks. It flattens only if needed, because a new group takes all ranks of the world."""
     long = [name for name, n in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if n > 1]
     return mesh[long[0]] if len(long) == 1 else mesh._flatten("dp_cp")
 
 
 class _Job:
-    """The steps of a program. Without a mesh, on one device."""
+    """Training by a program. Without a mesh it runs on one device."""
 
     def __init__(self, program: Program, mesh: Any = None) -> None:
         self.program, self.mesh, self.adapter, self.root = program, mesh, get_adapter(), _build(program)
@@ -224,7 +224,7 @@ class _Job:
         self.take = self.adapter.sgd(self.root, 0.1)
 
     def run(self) -> None:
-        """Train."""
+        """Run all steps."""
         for i, length in enumerate(self.program.lengths):
             self._step(f"step {i}", length, np.random.default_rng((self.program.seed, i)))
 
@@ -232,7 +232,7 @@ class _Job:
         program, adapter = self.program, self.adapter
         ids = rng.integers(0, VOCABULARY, (program.samples, length)).astype(np.int64)
         labels = np.where(rng.random(ids.shape) < program.ignored, IGNORED, ids)
-        labels[0, -1] = 1  # so that one counts
+        labels[0, -1] = 1  # so that at least one label counts
         sizes = _MASKS[program.mask](program.samples, program.heads[0], length)
         mask = rng.standard_normal(sizes).astype(program.dtype) if program.mask else None
         if mask is not None and len(sizes) == 4:
@@ -244,7 +244,7 @@ class _Job:
         seen = self._distributed(ids, labels, length) if self.mesh is not None else self._single(ids, labels, length)
         for what, x in seen.items():
             self.seen[f"{what} of {at}"] = None if x is None else np.array(adapter.numpy(x))
-        if program.data:  # else ranks have gradients of their own
+        if program.data:  # otherwise each rank has only its own gradients
             self.take(self.grads)
             for name, p in get_platform().named_parameters(self.root):
                 whole = p.full_tensor() if isinstance(p, DTensor) else p
@@ -307,7 +307,7 @@ def on_one_device(program: Program) -> Reference:
 
 
 def run(reference: Reference) -> tuple[str, str] | None:
-    """The verdict of this rank, None outside the mesh, as for chains of operations."""
+    """Run the program distributed, and return this rank's verdict as `compare.run` does; None outside the mesh."""
     program = reference.program
     mesh = spmd.device_mesh(*program.mesh, names=("dp", "cp"))
     if mesh is None:
@@ -344,7 +344,7 @@ def _compare(what: str, got: np.ndarray | None, wanted: np.ndarray | None, toler
 
 
 def smaller(program: Program) -> Iterator[Program]:
-    """Programs with something left out, the most promising first."""
+    """Yield smaller variants of a program, the most promising first."""
     if len(program.lengths) > 1:
         yield replace(program, lengths=program.lengths[1:])
         yield replace(program, lengths=program.lengths[:-1])

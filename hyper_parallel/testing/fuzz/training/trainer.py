@@ -1,4 +1,4 @@
-"""A trainer that performs the actions of a program, and looks at all after each step."""
+"""A trainer that performs the actions of a program, and checks all values after each action."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ FULL = StateDictOptions(full_state_dict=True)
 
 
 class Trainer(Job):
-    """A job with a method for each word of programs."""
+    """A job with a method for each kind of action."""
 
     def run(self) -> None:
-        """Do all of it."""
+        """Perform all actions."""
         self._look("at first")
         for number, (word, *args) in enumerate(self.program.actions):
             self._at = f"{number} {word}"
@@ -40,7 +40,7 @@ class Trainer(Job):
 
     # ---------------------------------------------------------------------- steps
     def _accumulate(self, seed: int, without: str) -> None:
-        """A backward more, perhaps without something that a method of the model switches off."""
+        """Run one more backward, perhaps with a method of the model that turns a part of gradient reduction off."""
         switch = getattr(self.root, without, None) if without else None
         if switch is not None:
             switch(False)
@@ -69,24 +69,25 @@ class Trainer(Job):
             self.see(f"{what} of {self._at}", y, None if isinstance(y, DTensor) else rows)
 
     def _choose(self, *orders: tuple[int, ...]) -> None:
-        """Each data-parallel rank calls blocks that it chooses from now on, between the same units."""
+        """Let each data-parallel rank call its own choice of blocks from now on, with the same units."""
         if self.total is None or self.platform.accumulates_gradients:
             self.choice = orders
 
     def _order(self, order: tuple[int, ...]) -> None:
         if self.total is not None and not self.platform.accumulates_gradients:
-            return  # gradients kept of a unit come with the next backward that reaches it
+            return  # accumulated gradients of a unit come with the next backward that reaches it
         self.root.order[0], self.order, self.choice = order, order, None
 
     def _differ(self, *orders: tuple[int, ...]) -> None:
-        """Each data-parallel rank runs units of its choice, once and again; then all run the same. With a backend's own
-        collectives ranks would wait for one another until the time-out."""
+        """Let each data-parallel rank run its own choice of units twice; then all ranks run the same units.
+
+        A backend's collectives would hang until the time-out, so this needs an `Exchange`."""
         exchange = installed()
         if exchange is None:
             return
         self._reshard_all()
         self.inside = None
-        # Of two tensor-parallel ranks, one may be refused before a collective of both.
+        # One of two tensor-parallel ranks may be refused before a collective of both.
         exchange.ranks_leave = self.meshes is not None
         ranks = range(self.now.data_ranks) if self.meshes is None else (self.rank,)
         for number in range(3):
@@ -98,7 +99,7 @@ class Trainer(Job):
                     y = self.adapter.call(self.root, x)
                 self.see(f"output {number} of rank {rank} in {self._at}", y)
 
-    # ---------------------------------------------------------------------- kept values
+    # ---------------------------------------------------------------------- saved values
     def _keep(self, how: str) -> None:
         root, adapter, platform = self.root, self.adapter, self.platform
         named = models.parameters(root)
@@ -115,7 +116,7 @@ class Trainer(Job):
         else:
             with platform.no_dispatch(), platform.no_grad():
                 taken = {name: platform.detach(p) for name, p in named.items()}
-        # State dicts have names of their own on some frameworks, and tied parameters twice.
+        # Some frameworks have other names in state dicts, and tied parameters twice.
         ids = {id(p): name for name, p in named.items()}
         saved = {name: ids[id(x)] for name, x in platform.saved_tensors(root) if id(x) in ids}
         by_name = {ids.get(id(x)) or saved.get(name, name): x for name, x in taken.items()}
@@ -124,7 +125,7 @@ class Trainer(Job):
         self.kept.append((how, {name: x for name, x in by_name.items() if name in named}))
 
     def _scale(self, which: int) -> None:
-        """Write to parameters through aliases that were kept of them."""
+        """Write to parameters through their saved aliases."""
         self._reshard_all()
         if not self.kept:
             return
@@ -142,7 +143,7 @@ class Trainer(Job):
                     self.adapter.IN_PLACE["copy_"][0](x, x * 0.75)
 
     def _ema(self) -> None:
-        """An average that follows the parameters."""
+        """Update an average of the parameters."""
         with self.platform.no_grad():
             for name, p in models.parameters(self.root).items():
                 new = self.adapter.detach(p) * 0.5
@@ -156,7 +157,7 @@ class Trainer(Job):
             return
         self._reshard_all()
         if how not in ("whole", "sharded"):
-            # With other memory a plain parameter is lost to optimizers that MindSpore has compiled.
+            # Optimizers that MindSpore has compiled lose a plain parameter that gets other memory.
             writes = self.adapter.REPLACES_MEMORY
             named = {n: p for n, p in models.parameters(self.root).items() if isinstance(p, DTensor) or not writes}
             self.adapter.LOADS[how](self.root, {n: (p, self.adapter.tensor(values[n])) for n, p in named.items()})
@@ -165,7 +166,7 @@ class Trainer(Job):
             self._set(values, how == "whole")
 
     def _set(self, values: dict[str, np.ndarray], whole: bool) -> None:
-        """Set values by `set_model_state_dict`, of whole tensors or of shards."""
+        """Set values by `set_model_state_dict`, from full tensors or from shards."""
         state: dict[str, Any] = {}
         own = dict(self.platform.saved_tensors(self.root))
         names = {id(x): name for name, x in models.held(self.root).items()}
@@ -178,7 +179,7 @@ class Trainer(Job):
         set_model_state_dict(self.root, state, options=FULL if whole else None)
 
     def _save(self) -> None:
-        """Whole values of now, in memory."""
+        """Save full values in memory, and compare them with a full state dict."""
         self.saved = self._whole()
         for name, x in self.saved.items():
             self.see(f"saved {name} in {self._at}", x)
@@ -198,7 +199,7 @@ class Trainer(Job):
             self._set(self.saved, True)
 
     def _resume(self, which: int) -> None:
-        """Save all, and go on with another job, perhaps on another mesh."""
+        """Save a checkpoint, and continue from it with a new job, perhaps on another mesh."""
         self.total = None
         if self.meshes is None:
             self.root.order[0], self.choice = self.order, None
@@ -255,11 +256,11 @@ class Trainer(Job):
             self.units[which % len(self.units)].reshard()
 
     def _inside(self, seed: int) -> None:
-        """Gather units by hand while the model runs, from now on."""
+        """Unshard units by hand while the model runs, from now on."""
         self.inside = np.random.default_rng(seed)
 
     def _copy(self) -> None:
-        """Go on with a copy of the model, and a new optimizer."""
+        """Continue with a copy of the model and a new optimizer."""
         if self.total is not None:
             return
         self._reshard_all()
@@ -270,7 +271,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
-        """Cast to another dtype; aliases taken before belong to the old memory."""
+        """Cast the model to another dtype. Earlier aliases keep the old memory, and are forgotten."""
         if self.total is not None:
             return
         self._reshard_all()
@@ -280,7 +281,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _empty(self, seed: int) -> None:
-        """New memory, and new values."""
+        """Give the model new memory and new values."""
         if self.total is not None:
             return
         self._reshard_all()
@@ -292,7 +293,7 @@ class Trainer(Job):
 
 
 def directory(program: Program) -> Path:
-    """The directory of a program's checkpoints, the same on all ranks."""
+    """Return the directory of a program's checkpoints, the same on all ranks."""
     place = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
     return Path(place) / f"hyper-parallel-training-{os.getppid()}-{program.seed}"
 
