@@ -117,7 +117,9 @@ def planned_meshes() -> list[DeviceMesh]:
     """Return the 1-D meshes of the plans of all live modules. Unreferenced modules are released first."""
     if not _PLANS.values():
         return []
-    gc.collect()  # a module and its submodules refer to each other
+    for _ in range(3):  # modules refer to each other; garbage may hold graphs, and these further modules
+        if not gc.collect():
+            break
     meshes = dict.fromkeys(mesh for _, known in _PLANS.values() if (mesh := known()) is not None)
     return [mesh for mesh in meshes if mesh.ndim == 1]  # a dimension of a larger mesh may be data-parallel
 
