@@ -22,6 +22,7 @@ from hyper_parallel.platform.torch.basics.private import (
     any_autocast,
     chunk_cat,
     current_node,
+    dispatching,
     graph_task,
     saved_tensor_hooks,
     set_order,
@@ -55,7 +56,7 @@ _NODE = itemgetter(0)
 
 def _hooked(hooks: Mapping[int, Callable[[Tensor], Any]], gradient: Tensor) -> Tensor:
     """Return a gradient after the tensor hooks of its parameter."""
-    with torch._C._EnableTorchFunction():
+    with dispatching():
         for hook in tuple(hooks.values()):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
@@ -64,7 +65,7 @@ def _hooked(hooks: Mapping[int, Callable[[Tensor], Any]], gradient: Tensor) -> T
 
 def _call(hooks: Mapping[int, Callable[[Tensor], Any]], parameter: Tensor) -> None:
     """Call the hooks of a parameter whose gradient was accumulated."""
-    with torch._C._EnableTorchFunction():
+    with dispatching():
         for hook in tuple(hooks.values()):
             hook(parameter)
 

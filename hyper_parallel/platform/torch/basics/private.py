@@ -41,6 +41,7 @@ __all__ = [
     "default_store",
     "dual_level",
     "dispatch_modes",
+    "dispatching",
     "flatten",
     "fused_attention",
     "functional_collectives",
@@ -127,6 +128,8 @@ def _has_parameters(*names: str) -> Callable[[Any], bool]:
 # ---------------------------------------------------------------------------------------------- interception
 
 is_dispatch_on: Callable[[], bool] = _take("_C._is_torch_function_enabled", _returns(bool))
+#: Context in which calls of torch's functions are intercepted again.
+dispatching: Callable[[], Any] = _take("_C._EnableTorchFunction", inspect.isclass)
 #: Number of modes that see torch's functions, and torch's kernels, before tensors do. If torch cannot report it, one is
 #: assumed, so that torch's own entry is used.
 function_modes: Callable[[], int] = _take("_C._len_torch_function_stack", _returns(int), lambda: 1)
