@@ -34,7 +34,6 @@ from hyper_parallel import (
     get_platform,
     parallelize_module,
 )
-from hyper_parallel.core.caches import clear_caches
 from hyper_parallel.core.plain_code import following
 from hyper_parallel.core.plain_code.contexts import follow
 from hyper_parallel.core.plain_code.first_call import VARIABLE, without_first_calls
@@ -390,7 +389,7 @@ def first_calls(mesh: Any) -> None:
     names = vars(following)
     usual_judge, names["judge"] = names["judge"], failing
     try:
-        clear_caches()
+        following._VERDICTS.clear()  # ranks outside of this job keep their other caches, which ranks must share
         torch.testing.assert_close(step(spread(made(GPT), gpt_plan(3))), step(usually(made(GPT), gpt_plan(3))))
         with pytest.raises(KeyError, match="of the judge"), check_plain_code(model):
             model(ids())
