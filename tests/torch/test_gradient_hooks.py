@@ -21,7 +21,7 @@ class Layers(nn.Module):
     def __init__(self, recomputed: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(4, 4).to(device(), torch.float64) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(nn.Linear(4, 4).to(device()) for _ in range(LAYERS))
         self.recomputed = recomputed
 
     def forward(self, x: Any, used: int = LAYERS) -> Any:
@@ -56,7 +56,7 @@ def train(mesh: Any, recomputed: bool, accumulated: bool, at: int) -> tuple[list
         if mesh is not None and i == 1:
             for unit in (*model.layers, model):
                 fully_shard(unit, mesh=mesh["dp"])
-    x = randn(3, 4).double().requires_grad_()
+    x = randn(3, 4).requires_grad_()
     if accumulated:
         if mesh is not None:
             model.set_requires_gradient_sync(False)
@@ -78,11 +78,11 @@ def hooked() -> None:
         wanted, single = train(None, recomputed, accumulated, at)
         got, calls = train(mesh, recomputed, accumulated, at)
         for a, b in zip(got, wanted, strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-12, msg=what)
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=what)
         assert len(calls) == len(single) == 2 * len(wanted), what
         for kind in (tuple, float):  # shapes in the one hook, sums in the other
             ours, theirs = ({name: v for name, v in found if isinstance(v, kind)} for found in (calls, single))
-            assert ours == (theirs if kind is tuple else pytest.approx(theirs, abs=1e-12)), what
+            assert ours == (theirs if kind is tuple else pytest.approx(theirs, rel=1e-4, abs=1e-5)), what
 
 
 def test_hooks(pool: Any) -> None:

@@ -418,6 +418,11 @@ def odd_corners(mesh: Any) -> None:
     with check_plain_code(model), pytest.raises((RuntimeError, ValueError, TypeError)):
         adapter.call(model, adapter.tensor(np.float32(1.0)))
 
+    # So is one that the placement of its style does not fit.
+    model = parallelize_module(program(RIGHT["mlp"].run, UP_DOWN), mesh, {"up": C(input_layouts=Shard(3)), "down": W()})
+    with fails(ValueError, "is not placed as the plan says"), check_plain_code(model):
+        adapter.call(model, adapter.tensor(floats(2, 8)))
+
     # Parts of unequal size are not followed, on no rank.
     uneven = program(lambda m, x, a: a.call(m.down, a.softmax(m.up(x), -1)), {"up": linear(8, 7), "down": linear(7, 8)})
     parallelize_module(uneven, mesh, MLP)
