@@ -396,6 +396,9 @@ def first_calls(mesh: Any) -> None:
     finally:
         names["judge"] = usual_judge
 
+    if device().type != "cpu":
+        return  # a thread of its own would have to choose its device, and share streams of collectives
+
     # A program in another thread is none of the one that is followed.
     other, found = usually(made(GPT), gpt_plan(3)), []
 
