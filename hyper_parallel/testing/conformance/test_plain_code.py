@@ -19,6 +19,7 @@ from hyper_parallel import (
     DTensor,
     HeadNormParallel,
     NoParallel,
+    PackedShard,
     Partial,
     Replicate,
     RowwiseParallel,
@@ -419,9 +420,11 @@ def odd_corners(mesh: Any) -> None:
         adapter.call(model, adapter.tensor(np.float32(1.0)))
 
     # So is one that the placement of its style does not fit.
-    model = parallelize_module(program(RIGHT["mlp"].run, UP_DOWN), mesh, {"up": C(input_layouts=Shard(3)), "down": W()})
-    with fails(ValueError, "is not placed as the plan says"), check_plain_code(model):
-        adapter.call(model, adapter.tensor(floats(2, 8)))
+    cut = PackedShard(-1, (3, 5))
+    packed = program(lambda m, x, a: m.down(x), {"down": linear(8, 8)})
+    parallelize_module(packed, mesh, {"down": W(packed=(3, 5), input_layouts=cut)})
+    with fails(ValueError, "the weight takes"), check_plain_code(packed):
+        adapter.call(packed, adapter.tensor(floats(2, 7)))
 
     # Parts of unequal size are not followed, on no rank.
     uneven = program(lambda m, x, a: a.call(m.down, a.softmax(m.up(x), -1)), {"up": linear(8, 7), "down": linear(7, 8)})
