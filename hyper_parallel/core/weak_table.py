@@ -1,7 +1,8 @@
-"""A table with weakly referenced keys, which are compared by identity."""
+"""A table with weakly referenced keys, which are compared by identity, and the release of unreferenced objects."""
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -36,3 +37,10 @@ class WeakTable:
         """Store ``value`` for ``owner``, replacing its previous value."""
         key, entries = id(owner), self._entries
         entries[key] = (weakref.ref(owner, lambda _: entries.pop(key, None)), value)
+
+
+def collect_garbage() -> None:
+    """Collect garbage until nothing is left. Objects that a graph in garbage holds are left to the next collection."""
+    for _ in range(3):
+        if not gc.collect():
+            return

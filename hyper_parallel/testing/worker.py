@@ -127,9 +127,9 @@ def _answer(connection: Connection, task: bytes) -> None:
 def _leave_to_itself() -> None:
     """Exclude all current objects from garbage collection. Modules stay alive, and hold hundreds of thousands of
     objects that each collection would traverse."""
-    for _ in range(3):  # objects that garbage holds are garbage of the next collection, and would be frozen
-        if not gc.collect():
-            break
+    from hyper_parallel.core.weak_table import collect_garbage
+
+    collect_garbage()  # the rest is frozen
     gc.freeze()
 
 

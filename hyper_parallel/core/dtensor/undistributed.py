@@ -3,7 +3,6 @@ ranks."""
 
 from __future__ import annotations
 
-import gc
 import math
 import weakref
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.rules.random import check_generators
-from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.core.weak_table import WeakTable, collect_garbage
 from hyper_parallel.platform import Platform
 
 #: Maximal number of elements in one bucket. A larger tensor is broadcast separately, without a copy.
@@ -117,9 +116,7 @@ def planned_meshes() -> list[DeviceMesh]:
     """Return the 1-D meshes of the plans of all live modules. Unreferenced modules are released first."""
     if not _PLANS.values():
         return []
-    for _ in range(3):  # modules refer to each other; garbage may hold graphs, and these further modules
-        if not gc.collect():
-            break
+    collect_garbage()  # a module and its submodules refer to each other
     meshes = dict.fromkeys(mesh for _, known in _PLANS.values() if (mesh := known()) is not None)
     return [mesh for mesh in meshes if mesh.ndim == 1]  # a dimension of a larger mesh may be data-parallel
 
