@@ -125,6 +125,17 @@ def test_waiting_for_all_that_leave() -> None:
     assert lost.answers
 
 
+def test_ranks_destroy_their_groups_in_turn() -> None:
+    """The last rank is the first. A rank waits for the ranks behind it, which may be lost, and then is counted."""
+    last, first, alone = Store(0, 1), Store(0, 1, 2, 3), Store(*[1] * 1000)
+    calls: list[tuple[int, ...]] = []
+    stores.destroy_in_turn(last, 2, 3, lambda: calls.append(tuple(last.amounts)))
+    stores.destroy_in_turn(first, 0, 3, lambda: calls.append(tuple(first.amounts)))
+    assert calls == [(0,), (0, 0, 0)] and last.amounts == [0, 1] and first.amounts == [0, 0, 0, 1]
+    stores.destroy_in_turn(alone, 0, 3, lambda: calls.append(()))
+    assert calls[2:] == [()] and alone.answers
+
+
 def test_ranks_that_do_not_come() -> None:
     """A missing rank is an error, not an endless wait. It is no error that rank 0 has met all and has gone with its
     store."""

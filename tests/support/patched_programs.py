@@ -88,7 +88,7 @@ def fresh(code: str, ranks: int = 1) -> None:
     else:
         ended = run_each(["-c", code], [{"GLOG_v": "3"}])
     # Not as a line: a framework may log something behind it.
-    assert all(end.status == 0 and "passed" in end.out for end in ended), "\n".join(end.out + end.err for end in ended)
+    assert all(end.status == 0 and "passed" in end.out for end in ended), "\n".join(map(str, ended))
 
 
 def page_has(framework: str, text: str) -> bool:

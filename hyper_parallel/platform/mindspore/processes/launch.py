@@ -28,6 +28,7 @@ from hyper_parallel.platform.mindspore.basics.private import GlobalComm
 from hyper_parallel.platform.mindspore.processes import lost_ranks
 from hyper_parallel.platform.mindspore.processes.stores import (
     SECONDS,
+    destroy_in_turn,
     make_store,
     meet,
     seconds_in_collectives,
@@ -163,7 +164,10 @@ class GroupVerbs:
             return
         if device_target() == "CPU":
             world.leave()
-        dist.destroy_process_group()  # also destroys the subgroups
+        if world.store is None or world.failed:
+            dist.destroy_process_group()  # also destroys the subgroups
+        else:
+            destroy_in_turn(world.store, world.rank, world.size, dist.destroy_process_group)
         GlobalComm.INITED = False
         self._destroyed = True
 
