@@ -58,7 +58,11 @@ def fewer(mesh: Any, sizes: tuple[int, int], ranks: int) -> Any:
 
 @pytest.mark.parametrize(
     ("world_size", "ranks", "sizes"),
-    [(4, 2, EVEN), (4, 2, UNEVEN), (2, 2, UNEVEN), (2, 1, EVEN), (1, 1, EVEN)],
+    in_gate(
+        [(4, 2, EVEN), (4, 2, UNEVEN), (2, 2, UNEVEN), (2, 1, EVEN), (1, 1, EVEN)],
+        [(4, 2, UNEVEN), (2, 1, EVEN)],
+        unpack=True,
+    ),
     ids=str,
 )
 def test_fewer_ranks(pool: Any, world_size: int, ranks: int, sizes: tuple[int, int]) -> None:
