@@ -17,7 +17,7 @@ from hyper_parallel.core.layouts.strides import contiguous_strides
 from hyper_parallel.core.mesh.mesh_class import DeviceMesh, rebuild
 from hyper_parallel.core.operations import views
 from hyper_parallel.core.operations.dispatch import dispatch
-from hyper_parallel.core.rules import class_shards, logit_shards, random
+from hyper_parallel.core.rules import class_losses, class_shards, logit_shards, random
 from hyper_parallel.platform.registry import get_platform_for_device
 
 
@@ -44,6 +44,7 @@ class Services:
     mesh_with_id = staticmethod(class_shards.mesh_with_id)
     watch_losses_of_shards = staticmethod(class_shards.watch_losses_of_shards)
     class_shards = staticmethod(class_shards.class_shards)
+    class_losses = class_losses.ClassLosses
     is_loss_parallel = staticmethod(modes.is_loss_parallel)
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)

@@ -73,17 +73,17 @@ class ClassShards:
 
     Attributes:
         group: group of ranks that share the classes.
-        size: number of ranks in the group.
+        ranks: number of ranks in the group.
         total: total number of classes.
-        first, count: first class of this rank, and number of its classes; every rank has at least one.
+        offset, size: first class of this rank, and number of its classes; every rank has at least one.
         compare: check of the shape of local logits.
     """
 
     group: Any
-    size: int
+    ranks: int
     total: int
-    first: int
-    count: int
+    offset: int
+    size: int
     compare: Comparison
 
 
@@ -107,6 +107,19 @@ class CompiledLosses(Protocol):
 
         Returns:
             The shard, or None where some rank has no class. `ClassShards.compare` reports shards that do not fit.
+        """
+
+    def class_losses(
+        self, verbs: Any, largest: Callable[[Any, Any], Any], sums: Callable[[list[Any], Any], list[Any]]
+    ) -> Any:
+        """Return the losses over sharded classes as functions that a compiler can trace: `core.rules.class_losses`.
+
+        Args:
+            verbs: object with the local verbs of `TensorRole` that the losses call, in a form that the compiler
+                differentiates.
+            largest: ``largest(x, classes)`` returns the largest logit of each sample over the ranks; not
+                differentiated.
+            sums: ``sums(parts, classes)`` does the step ``sum`` of `STEPS` for several tensors of one shape at once.
         """
 
     def mesh_with_id(self, number: int) -> Any:
