@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-__all__ = ["KEPT", "STEPS", "SUMMANDS", "Comparison", "Cut", "Program", "Verb", "step_between"]
+__all__ = ["KEPT", "STEPS", "SUMMANDS", "Comparison", "Conversions", "Cut", "Program", "Verb", "step_between"]
 
 #: How a tensor is held on a 1-D mesh: the dimension that is sharded into consecutive shards, or None for replicated.
 Cut: TypeAlias = "int | None"
@@ -80,7 +80,8 @@ def step_between(source: int | str | None, target: int | str | None, for_parts: 
 class Program:
     """A module with a style: a step for its input, its operation on local tensors, and a step for its output.
 
-    `step_between` names the steps.
+    `step_between` names the steps. The conversion of one tensor by a hook is a program without operation and without
+    parameters: its output is kept as the operation would take it.
 
     Attributes:
         mesh: 1-D mesh of core.
@@ -135,3 +136,25 @@ class Program:
         """All facts apart from the mesh and its group. Equivalent modules have equal keys, and share compiled code."""
         facts = {**vars(self), "layouts": tuple(self.layouts.items())}
         return tuple(facts[name] for name in facts if name not in ("mesh", "group"))
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """Programs of a hook of a style, which converts the inputs or the outputs of a module.
+
+    Attributes:
+        mesh: mesh of the programs.
+        programs: position or keyword of each converted tensor, and the program that converts it, in order.
+        count: required number of outputs, or least number of positional inputs.
+        of_outputs: whether the hook converts outputs.
+    """
+
+    mesh: Any
+    programs: tuple[tuple[Any, Program], ...]
+    count: int
+    of_outputs: bool
+
+    @property
+    def key(self) -> tuple:
+        """Key of the compiled hook, as `Program.key`."""
+        return tuple((key, program.key) for key, program in self.programs), self.count, self.of_outputs

@@ -66,7 +66,7 @@ class Layer(GraphCell):
 
     def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
         super().__init__(own)
-        ranks = Ranks(how.group, how.size, how.rank)
+        ranks = Ranks(how)
         takes: Any = how.given if how.takes == KEPT else how.takes
         gives: Any = takes if how.gives == KEPT else how.gives
         wanted: Any = gives if how.wanted == KEPT else how.wanted

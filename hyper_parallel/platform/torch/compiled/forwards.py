@@ -71,7 +71,7 @@ def _read_of(module: Any, cls: type) -> tuple:
 
 def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] | None:
     """Return ``run`` of `make_run`: the input step, the operation and the output step of a program."""
-    moves = Moves(how.mesh, how.group, how.size, how.rank, how.local)
+    moves = Moves(how)
     operate = _operation(module, cls, how, moves)
     if operate is None:
         return None
