@@ -8,12 +8,23 @@ step converts a tensor, and which step its cotangent takes. `core.communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-__all__ = ["KEPT", "STEPS", "SUMMANDS", "Comparison", "Conversions", "Cut", "Program", "Verb", "step_between"]
+__all__ = [
+    "KEPT",
+    "STEPS",
+    "SUMMANDS",
+    "Comparison",
+    "Conversions",
+    "Cut",
+    "Program",
+    "Verb",
+    "are_planned",
+    "step_between",
+]
 
 #: How a tensor is held on a 1-D mesh: the dimension that is sharded into consecutive shards, or None for replicated.
 Cut: TypeAlias = "int | None"
@@ -74,6 +85,24 @@ def step_between(source: int | str | None, target: int | str | None, for_parts: 
     if source is None:
         return "slice"
     return "scatter" if source == SUMMANDS else "exchange"
+
+
+def are_planned(own: Mapping[str, Any], planned: Iterable[tuple[str, Any]], distributed: type) -> bool:
+    """Return whether a module still has the parameters that its style distributed. Layouts are compared by identity.
+
+    Args:
+        own: direct parameters of the module, by name.
+        planned: items of `Program.layouts`.
+        distributed: class of DTensors.
+    """
+    for name, layout in planned:
+        p = own.get(name)
+        if p is None or layout is None:
+            if p is not layout:
+                return False
+        elif not isinstance(p, distributed) or p._layout is not layout:
+            return False
+    return True
 
 
 @dataclass(frozen=True)
