@@ -62,7 +62,7 @@ def refused() -> None:
     mesh = init_device_mesh(mesh_shape=(4,))
     for hook, kind, match in (
         (lambda g: g.full_tensor(), TypeError, "must be distributed too, with placements"),
-        (lambda g: g.sum(), ValueError, "returns a gradient of shape"),
+        (lambda g: g.sum(), ValueError, "what a hook returns for the gradient has shape"),
     ):
         model = parallelize_module(model_of(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
         model[0].weight.register_hook(hook)

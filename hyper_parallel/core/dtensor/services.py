@@ -9,6 +9,7 @@ from hyper_parallel.core import modes
 from hyper_parallel.core.communication import local_collectives, norms, transitions
 from hyper_parallel.core.communication.coalesce import open_block
 from hyper_parallel.core.communication.errors import tell_of_failure
+from hyper_parallel.core.dtensor import cotangents
 from hyper_parallel.core.layouts import memory_order, nesting
 from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
@@ -33,6 +34,8 @@ class Services:
     before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
     is_contiguous = staticmethod(memory_order.is_contiguous_whole)
     open_block = staticmethod(open_block)
+    for_user, as_cotangent = staticmethod(cotangents.for_user), staticmethod(cotangents.as_cotangent)
+    through_hook = staticmethod(cotangents.through_hook)
     to_owner, to_summands = staticmethod(transitions.to_owner), staticmethod(transitions.to_summands)
     total_norm = staticmethod(norms.total_norm)
     norms_over_ranks = staticmethod(norms.norms_over_ranks)

@@ -80,6 +80,17 @@ class Core(CompiledLosses, Protocol):
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
 
+    def for_user(self, gradient: Tensor, layout: Layout) -> Any:
+        """Return a new DTensor for a user, with the plain local gradient that reached a tensor of ``layout``."""
+
+    def as_cotangent(self, gradient: Any, layout: Layout, what: str) -> Any:
+        """Redistribute a user's gradient to the placements of gradients of a tensor of ``layout``. Raises TypeError if
+        it is not distributed, and ValueError if its shape differs; messages call it ``what``."""
+
+    def through_hook(self, hook: Callable[[Any], Any], gradient: Tensor, layout: Layout) -> Tensor | None:
+        """Call a user's ``hook`` on the gradient of a tensor of ``layout`` as a DTensor. Returns the local gradient
+        with which backward goes on, or None where the hook returns None."""
+
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
         """Report ``error`` in a backward pass to the other ranks of ``meshes``, on which it communicates; see
         `Platform.tell_of_failure`."""
