@@ -211,8 +211,7 @@ class ModuleStyle(ParallelStyle):
             what = f"the input of {name}"
             if args:
                 return (self._prepared(module, args[0], 0, what, mesh), *args[1:]), kwargs
-            if kwargs:
-                first, x = next(iter(kwargs.items()))
+            for first, x in kwargs.items():
                 return args, {**kwargs, first: self._prepared(module, x, 0, what, mesh)}
             raise ValueError(f"{name} was called without inputs")
         if len(args) < len(layouts):
