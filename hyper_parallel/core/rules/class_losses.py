@@ -51,7 +51,7 @@ class ClassLosses:
     """The losses over sharded classes, on local tensors.
 
     The argument ``classes`` of the methods describes this rank's classes. It has the attributes ``dim``, ``total``,
-    ``offset`` and ``size`` of `Classes`. The argument ``whole_weight`` says that ``weight`` has all classes; otherwise
+    ``offset`` and ``size`` of `Classes`. The argument ``whole_weight`` says that ``weight`` has all classes. Otherwise
     it has those of this rank, and the ranks add up the weights of the targets.
 
     Args:

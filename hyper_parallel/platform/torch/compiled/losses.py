@@ -27,8 +27,15 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class Found:
-    """The facts of `ClassShards`, the dimension of the classes, the shards that ranks compare, the class of a
-    replicated `Placed`, and the losses of core."""
+    """The facts of `ClassShards` for a compiled loss.
+
+    Attributes:
+        group, ranks, total, offset, size: see `ClassShards`.
+        dim: dimension of the classes.
+        shards: shards that ranks compare.
+        whole: class of a replicated `Placed`.
+        losses: losses of core, `CompiledLosses.class_losses`.
+    """
 
     group: str
     ranks: int
