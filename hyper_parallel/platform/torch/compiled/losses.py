@@ -34,7 +34,6 @@ class Found:
         dim: dimension of the classes.
         shards: shards that ranks compare.
         whole: class of a replicated `Placed`.
-        losses: losses of core, `CompiledLosses.class_losses`.
     """
 
     group: str
@@ -45,7 +44,6 @@ class Found:
     size: int
     shards: Shards
     whole: type
-    losses: Any
 
 
 @dataclass(frozen=True)
@@ -62,8 +60,8 @@ def _found(mesh: Any, own: int, at: int, dim: int | None, vocab_size: int | None
     c = State.core.class_shards(mesh, own, dim, vocab_size)
     if c is None:
         return None
-    whole, losses = placed_class(mesh, c.ranks, None), State.core.class_losses(TracedVerbs, _largest, _sums)
-    return Found(c.group().group_name, c.ranks, at, c.total, c.offset, c.size, Shards(c.compare), whole, losses)
+    whole = placed_class(mesh, c.ranks, None)
+    return Found(c.group().group_name, c.ranks, at, c.total, c.offset, c.size, Shards(c.compare), whole)
 
 
 def _find(number: int, own: int, at: int, dim: int | None, vocab_size: int | None) -> Found | None:
@@ -91,6 +89,7 @@ _is_loss_parallel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def trace_losses() -> None:
     """Let torch's compiler, which is already imported, trace ``vocab_parallel_cross_entropy``."""
+    Traced.losses = State.core.class_losses(TracedVerbs, _largest, _sums)
     State.core.watch_losses_of_shards(_trace)
 
 
@@ -168,6 +167,12 @@ class TracedVerbs:
         return x.gather(dim, index)
 
 
+class Traced:
+    """The losses of core as the compiler traces them. `trace_losses` sets them."""
+
+    losses: Any = None
+
+
 def _largest(x: Tensor, classes: Found) -> Tensor:
     return largest_of(x.detach().amax(classes.dim, keepdim=True), classes.ranks, classes.group)
 
@@ -187,7 +192,7 @@ def loss_of_classes(x: Tensor, target: Tensor, weight: Tensor | None, classes: F
         classes: this rank's classes.
         options: options of ``cross_entropy``.
     """
-    losses, dim, smoothing = classes.losses, classes.dim, options.smoothing
+    losses, dim, smoothing = Traced.losses, classes.dim, options.smoothing
     probabilities, samples = target.is_floating_point(), (*x.shape[:dim], *x.shape[dim + 1 :])
     if tuple(target.shape) != (tuple(x.shape) if probabilities else samples):
         return None
@@ -207,7 +212,7 @@ def loss_of_classes(x: Tensor, target: Tensor, weight: Tensor | None, classes: F
 
 def _nll(x: Tensor, target: Tensor, weight: Tensor | None, classes: Found, options: Options) -> Any:
     """Return the loss of log-probabilities, or None where the operands do not fit."""
-    losses, dim = classes.losses, classes.dim
+    losses, dim = Traced.losses, classes.dim
     if tuple(target.shape) != (*x.shape[:dim], *x.shape[dim + 1 :]) or target.is_floating_point():
         return None
     if weight is not None and (tuple(weight.shape) != (classes.total,) or weight.requires_grad):
