@@ -87,7 +87,7 @@ def step_between(source: int | str | None, target: int | str | None, for_parts: 
     return "scatter" if source == SUMMANDS else "exchange"
 
 
-def are_planned(own: Mapping[str, Any], planned: Iterable[tuple[str, Any]], distributed: type) -> bool:
+def are_planned(own: Mapping[str, Any], planned: Iterable[tuple[str, Any]], distributed: type[Any]) -> bool:
     """Return whether a module still has the parameters that its style distributed. Layouts are compared by identity.
 
     Args:
