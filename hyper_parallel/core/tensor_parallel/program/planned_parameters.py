@@ -76,17 +76,17 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
             if are_planned(own, known, DTensor):
                 continue
             for name, layout in known:
-                if (p := own.get(name)) is not None:
-                    _check_parameter(p, f"{path}.{name}" if path else name, layout, module)
+                _check_parameter(own.get(name), f"{path}.{name}" if path else name, layout, module)
 
     return check
 
 
 def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
-    """Raise ValueError unless ``p``, in place of a parameter of layout ``planned``, has its mesh and placements."""
+    """Raise ValueError if ``p``, in place of a parameter of layout ``planned``, has another mesh or placements. None is
+    right: the parameter is gone."""
     layout = getattr(p, "_layout", None)
     mesh, placements = planned.mesh, list(planned.placements)
-    if layout is not None and layout.mesh is mesh and layout.placements == planned.placements:
+    if p is None or (layout is not None and layout.mesh is mesh and layout.placements == planned.placements):
         return  # the planned one, or one of another shape
     what = f"parameter {name!r} of {module_label(module)}"
     if layout is not None:
