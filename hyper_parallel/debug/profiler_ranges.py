@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from hyper_parallel.core.communication.recorder import LISTENERS, attributed_backwards
-from hyper_parallel.core.communication.watching import as_range
+from hyper_parallel.core.communication.recorder import LISTENERS, as_range, attributed_backwards
 from hyper_parallel.debug.module_scopes import ModuleScopes
 from hyper_parallel.platform import get_platform
 

@@ -24,28 +24,28 @@ pytestmark = pytest.mark.skipif(
 #: torch 2.13, 2.14 and 2.15.
 EXPECTED: dict[str, tuple[Cost, Cost]] = {
     "MLP": (
-        Cost(0, 0, 12, 12, "1 all_reduce (256 B)"),
+        Cost(0, 0, 14, 12, "1 all_reduce (256 B)"),
         Cost(0, 0, 6, 0, "1 all_reduce (256 B)"),
     ),
     "MLP, DTensors between modules": (
-        Cost(4, 1, 40, 12, "1 all_reduce (256 B)"),
-        Cost(0, 0, 15, 0, "1 all_reduce (256 B)"),
+        Cost(4, 1, 42, 12, "1 all_reduce (256 B)"),
+        Cost(0, 0, 14, 0, "1 all_reduce (256 B)"),
     ),
     "Llama block": (
-        Cost(0, 0, 36, 76, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 43, 76, "2 all_reduce (2048 B)"),
         Cost(0, 0, 11, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, DTensors between modules": (
-        Cost(41, 31, 324, 78, "2 all_reduce (2048 B)"),
-        Cost(0, 0, 20, 0, "2 all_reduce (2048 B)"),
+        Cost(41, 31, 331, 78, "2 all_reduce (2048 B)"),
+        Cost(0, 0, 19, 0, "2 all_reduce (2048 B)"),
     ),
     "Llama block, sequence parallel": (
-        Cost(4, 0, 90, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(4, 0, 99, 85, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
         Cost(0, 0, 50, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
     "Llama block, sequence parallel, DTensors between modules": (
-        Cost(43, 29, 354, 87, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
-        Cost(0, 0, 59, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
+        Cost(43, 29, 363, 87, "2 all_gather (512 B), 2 reduce_scatter (2048 B)"),
+        Cost(0, 0, 58, 0, "2 all_gather (512 B), 1 all_reduce (128 B), 2 reduce_scatter (2048 B)"),
     ),
 }
 

@@ -175,6 +175,10 @@ def nothing_else_inside_of_torchs(mesh: Any) -> None:
         with CommDebugMode() as comm:
             close(F.cross_entropy(whole, t), F.cross_entropy(x, t))
         assert not comm.get_total_counts()
+    # Bytes: a class of another rank minus this rank's first one is negative, and -100 is 156 in a byte.
+    x, t = randn(4, 300), torch.tensor([20, 156, 240, 255], dtype=torch.uint8, device=device())
+    local = distribute_tensor(x, mesh, [Shard(1)]).to_local()
+    close(vocab_parallel_cross_entropy(local, t, mesh), F.cross_entropy(x, t.long()))
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))

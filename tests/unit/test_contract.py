@@ -126,6 +126,7 @@ def test_what_verbs_answer_of_themselves() -> None:
     assert platform.zeros((2,), x).tolist() == [0.0, 0.0] and platform.ones((2,), x).tolist() == [1.0, 1.0]
     for dim, shape in ((0, (1, 4, 3)), (2, (4, 3, 1)), (-1, (4, 3, 1)), (-2, (4, 1, 3))):
         assert platform.unsqueeze(x, dim).shape == shape
+    assert platform.as_index(x) is x
     assert platform.requires_grad(x)
     alias = platform.alias(x)
     assert alias is not x and np.shares_memory(alias, x)

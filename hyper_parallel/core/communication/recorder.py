@@ -1,7 +1,8 @@
 """The recorder that notifies listeners of every collective before it is issued.
 
 `CommDebugMode` counts these events, and `CommTrace` measures them. `explain` and dry runs list them, and `check_ranks`
-compares them over the ranks. Without a listener, a collective only checks an empty list.
+compares them over the ranks. `as_line` and `as_range` show them in the log and in the framework's profiler, as
+``HYPER_PARALLEL_LOG`` requests. Without a listener, a collective only checks an empty list.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
 from hyper_parallel.platform.forks import check_not_forked
+from hyper_parallel.platform.logs import LOG, words
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -176,3 +178,28 @@ def recorded_as(direction: str) -> Iterator[None]:
         yield
     finally:
         _DIRECTION.reset(token)
+
+
+def _described(event: CollectiveEvent) -> str:
+    """Return the name of an event, such as ``"all_reduce over tp, layers.0.attention.wo, forward"``."""
+    what = f"{event.kind} over {dim_name(event.mesh, event.mesh_dim)}"
+    return ", ".join(filter(None, (what, event.module, event.direction)))
+
+
+def as_range(event: CollectiveEvent) -> Callable[[], None] | None:
+    """Open a profiler range for the collective, and return the function that closes it."""
+    return event.mesh.platform.profiler_range(_described(event)) if event.bytes else None
+
+
+def as_line(event: CollectiveEvent) -> None:
+    """Log the collective before it is issued."""
+    if event.bytes and not event.mesh.platform.sends_nothing:
+        LOG.info("%s: %d bytes, %s of %s", _described(event), event.bytes, event.shape, event.dtype)
+
+
+def watch_as_told() -> None:
+    """Add the listeners that ``HYPER_PARALLEL_LOG`` requests."""
+    for word, listener in (("collectives", as_line), ("ranges", as_range)):
+        if word in words() and listener not in LISTENERS:
+            LISTENERS.append(listener)
+            BACKWARD_WRAPPERS.append(attributed)

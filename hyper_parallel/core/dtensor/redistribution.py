@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.core.caches import Table
+from hyper_parallel.core.communication.asynchronous import can_start, start_redistribution
 from hyper_parallel.core.communication.redistribute import plan_redistribution
-from hyper_parallel.core.communication.started import can_start, start_redistribution
 from hyper_parallel.core.communication.transitions import Move, ReduceExtreme, ReduceProduct, Step
 from hyper_parallel.core.layouts.layout import Layout, replicated_layout, requested_layout
 from hyper_parallel.core.layouts.placement_types import Placement

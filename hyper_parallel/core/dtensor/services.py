@@ -9,6 +9,7 @@ from hyper_parallel.core import modes
 from hyper_parallel.core.communication import local_collectives, norms, transitions
 from hyper_parallel.core.communication.coalesce import open_block
 from hyper_parallel.core.communication.errors import tell_of_failure
+from hyper_parallel.core.dtensor import cotangents
 from hyper_parallel.core.layouts import memory_order, nesting
 from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Replicate, Shard, StridedShard, described
@@ -17,7 +18,7 @@ from hyper_parallel.core.layouts.strides import contiguous_strides
 from hyper_parallel.core.mesh.mesh_class import DeviceMesh, rebuild
 from hyper_parallel.core.operations import views
 from hyper_parallel.core.operations.dispatch import dispatch
-from hyper_parallel.core.rules import class_shards, logit_shards, random
+from hyper_parallel.core.rules import class_losses, class_shards, logit_shards, random
 from hyper_parallel.platform.registry import get_platform_for_device
 
 
@@ -33,6 +34,8 @@ class Services:
     before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
     is_contiguous = staticmethod(memory_order.is_contiguous_whole)
     open_block = staticmethod(open_block)
+    for_user, as_cotangent = staticmethod(cotangents.for_user), staticmethod(cotangents.as_cotangent)
+    through_hook = staticmethod(cotangents.through_hook)
     to_owner, to_summands = staticmethod(transitions.to_owner), staticmethod(transitions.to_summands)
     total_norm = staticmethod(norms.total_norm)
     norms_over_ranks = staticmethod(norms.norms_over_ranks)
@@ -44,6 +47,7 @@ class Services:
     mesh_with_id = staticmethod(class_shards.mesh_with_id)
     watch_losses_of_shards = staticmethod(class_shards.watch_losses_of_shards)
     class_shards = staticmethod(class_shards.class_shards)
+    class_losses = class_losses.ClassLosses
     is_loss_parallel = staticmethod(modes.is_loss_parallel)
     check_local_collective = staticmethod(local_collectives.check_local_collective)
     check_rows = staticmethod(local_collectives.check_rows)

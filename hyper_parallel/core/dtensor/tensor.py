@@ -8,9 +8,9 @@ from typing import Any
 from hyper_parallel.core.caches import Cache
 from hyper_parallel.core.communication.parts import check_parts, even_global_shape, is_wrong_on_a_rank, misfit_of
 from hyper_parallel.core.communication.rank_check import check_replicated
+from hyper_parallel.core.communication.recorder import watch_as_told
 from hyper_parallel.core.communication.redistribute import partial_grad_view, redistribute, redistribute_local
 from hyper_parallel.core.communication.transitions import ConvertCotangent, to_owner, to_summands
-from hyper_parallel.core.communication.watching import watch_as_told
 from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements, requested_layout

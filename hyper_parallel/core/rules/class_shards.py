@@ -89,9 +89,9 @@ def class_shards(
     compiled losses do not support them."""
     if mesh.ndim != 1 or mesh.get_coordinate() is None:
         return None
-    size, rank = mesh.size(), mesh.get_local_rank(0)
-    total = own * size if vocab_size is None else vocab_size
-    sizes = chunk_sizes(total, size)
+    ranks, rank = mesh.size(), mesh.get_local_rank(0)
+    total = own * ranks if vocab_size is None else vocab_size
+    sizes = chunk_sizes(total, ranks)
     if 0 in sizes:
         return None
 
@@ -99,5 +99,5 @@ def class_shards(
         layout_of_logits(shape, mesh, dim, vocab_size)
 
     # If this rank's shard does not fit, which the others cannot know, the comparison raises on all ranks.
-    first = sum(sizes[:rank]) if sizes[rank] == own else 0
-    return ClassShards(mesh.platform_group(0), size, total, first, own, compare)
+    offset = sum(sizes[:rank]) if sizes[rank] == own else 0
+    return ClassShards(mesh.platform_group(0), ranks, total, offset, own, compare)

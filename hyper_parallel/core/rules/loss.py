@@ -108,7 +108,7 @@ def sharded_cross_entropy(
         _check_weight(platform, weight)
         loss, weights = functions.cross_entropy(x, target, weight, classes, ignore_index, smoothing)
         count = _total(platform, weights, operand_layouts[1]) if reduction == "mean" else None
-    return platform.to_dtype(_reduced(platform, loss, reduction, count), x.dtype if dtype is None else dtype)
+    return platform.to_dtype(functions.losses.reduced(loss, reduction, count), x.dtype if dtype is None else dtype)
 
 
 def _nll_loss(call: LocalCall) -> Any:
@@ -127,7 +127,8 @@ def _nll_loss(call: LocalCall) -> Any:
         dims = classes.mesh_dims if weight is not None else ()
         count = _total(platform, weights, call.operand_layouts[1], dims)
     # Reduce over samples first, so that one number is communicated.
-    loss = functions.summed(_reduced(platform, loss, "none" if reduction == "none" else "sum", None), classes)
+    each = functions.losses.reduced(loss, "none" if reduction == "none" else "sum", None)
+    loss = functions.summed(each, classes)
     return platform.to_dtype(loss if count is None else loss / count, x.dtype if dtype is None else dtype)
 
 
@@ -139,18 +140,9 @@ def _check_weight(platform: Any, weight: Any) -> None:
         )
 
 
-def _reduced(platform: Any, loss: Any, reduction: str, count: Any) -> Any:
-    if reduction == "none":
-        return loss
-    # Some backends leave the sum of an empty tensor uninitialised, so do not use it.
-    flat = loss.reshape((1, math.prod(platform.shape_of(loss))))
-    total = platform.sum_along(flat, 1).reshape(())
-    return total if reduction == "sum" else total / count
-
-
 def _total(platform: Any, weights: Any, layout: Any, more: tuple[int, ...] = ()) -> Any:
     """Return the weight of all samples, summed over the mesh dimensions that shard them, and over ``more``."""
-    total = platform.clone(_reduced(platform, platform.detach(weights), "sum", None))
+    total = platform.clone(vocab_parallel_of(platform).losses.reduced(platform.detach(weights), "sum", None))
     for mesh_dim, placement in enumerate(layout.placements):
         if placement.is_shard() or mesh_dim in more:
             total = collectives.all_reduce(total, layout.mesh, mesh_dim)

@@ -1,51 +1,21 @@
-"""Cross entropy over sharded classes, without gathering the logits, as in Megatron.
+"""Cross entropy over sharded classes as a function of autograd, without gathering the logits, as in Megatron.
 
 For each sample, all ranks need the largest logit, the sum of the exponentials and the logit of the target. These are
-three numbers for each sample, in two all-reduces, because all sums share one. Backward needs no further communication.
-It consists of similar functions and of steps of `transitions`, so gradients of gradients are right.
-
-Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
+three numbers for each sample, in two all-reduces, because all sums share one. `class_losses` computes the loss of them.
+Backward needs no further communication. It consists of similar functions and of steps of `transitions`, so gradients of
+gradients are right.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any
 
 from hyper_parallel.core.caches import Table
+from hyper_parallel.core.rules.class_losses import ClassLosses, ClassStatistics
 from hyper_parallel.core.rules.class_softmax import ClassSoftmax
 from hyper_parallel.core.rules.classes import Classes
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import named
-
-
-@dataclass(frozen=True)
-class ClassStatistics:
-    """Cross entropy of each sample, and the statistics for its gradient.
-
-    All are plain tensors with a class dimension of size 1. All but the first two are equal on all ranks that share the
-    classes.
-
-    Attributes:
-        rows: targets as indices into this rank's classes, 0 for targets of other ranks.
-        elsewhere: mask of targets of other ranks.
-        largest: the largest logit.
-        exponentials: the sum of exp(logit - largest).
-        loss: loss of each sample.
-        kept: 1 for a sample that counts, 0 for an ignored one, NaN for an invalid target.
-        weights: the class weight of the target, 0 for an ignored sample.
-        whole: factor of the probabilities in the gradient.
-    """
-
-    rows: Any
-    elsewhere: Any
-    largest: Any
-    exponentials: Any
-    loss: Any
-    kept: Any
-    weights: Any
-    whole: Any
 
 
 class VocabParallel(ClassSoftmax):
@@ -53,6 +23,7 @@ class VocabParallel(ClassSoftmax):
 
     def __init__(self, platform: Platform) -> None:
         super().__init__(platform)
+        self.losses = ClassLosses(platform, self._largest, self._sums)
         make = platform.autograd_function
         self._of_classes = make(named("CrossEntropyOfClasses", self._of_classes_forward), self._of_classes_cotangent)
         self._of_probabilities = make(
@@ -86,7 +57,8 @@ class VocabParallel(ClassSoftmax):
         logits, x = x, self._with_a_class(x, classes)
         if weight is not None:
             weight = self._with_a_class(platform.detach(weight), classes, 0, 0.0)
-        here = self._statistics(x, target, weight, classes, ignore_index, smoothing)
+        masks = self._checked(target, classes, ignore_index)
+        here = self.losses.of_classes(platform.detach(x), target, masks, weight, classes, smoothing)
         loss = self._of_classes(x, weight, here, classes, smoothing)
         if not classes.size:
             loss = self._noting(loss, logits)
@@ -131,69 +103,21 @@ class VocabParallel(ClassSoftmax):
             nothing = platform.sum_along(x, classes.dim).reshape(shape)
             return nothing, platform.detach(nothing)
         x = self._with_a_class(x, classes, value=0.0)
-        rows, elsewhere = self._rows(target, classes)
-        ignored, wrong = self._check(target, classes, ignore_index)
-        weights = self._weights_of(rows, elsewhere, weight, x, classes)
-        loss = platform.masked_fill(-platform.gather(x, classes.dim, rows), elsewhere, 0.0)
         if weight is not None:
-            loss = loss * weights
-        loss = platform.masked_fill(platform.masked_fill(loss, ignored, 0.0), wrong, math.nan)
-        return loss.reshape(shape), platform.masked_fill(weights, ignored, 0.0).reshape(shape)
+            weight = self._with_a_class(platform.detach(weight), classes, 0, 0.0)
+        loss, weights = self.losses.nll(x, target, self._checked(target, classes, ignore_index), weight, classes)
+        return loss.reshape(shape), weights.reshape(shape)
 
-    # ------------------------------------------------------------ statistics, outside autograd
-    def _statistics(
-        self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int, smoothing: float
-    ) -> ClassStatistics:
-        platform, dim, x = self.platform, classes.dim, self.platform.detach(x)
-        rows, elsewhere = self._rows(target, classes)
-        ignored, wrong = self._check(target, classes, ignore_index)
-        largest = self._largest(x, classes)
-        parts = [
-            platform.sum_along(platform.shifted_exp(x, largest), dim),
-            platform.masked_fill(platform.gather(x, dim, rows) - largest, elsewhere, 0.0),
-        ]
-        if weight is not None:
-            parts.append(self._weights_of(rows, elsewhere, weight, largest, classes))
-        if smoothing:
-            parts.append(self._sum_of_logits(x, largest, weight, classes))
-        if smoothing and weight is not None:
-            parts.append(
-                platform.zeros(platform.shape_of(largest), largest) + platform.to_dtype(weight, largest.dtype).sum()
-            )
-        sums = self._sums(parts, classes)
-        exponentials, logit = sums[:2]
-        ones = platform.ones(platform.shape_of(largest), largest)
-        kept = platform.masked_fill(platform.masked_fill(ones, ignored, 0.0), wrong, math.nan)
-        weights = ones if weight is None else sums[2]
-        log_sum = platform.log(exponentials)
-        whole = weights * (1.0 - smoothing)
-        loss = whole * (log_sum - logit)
-        if smoothing:
-            share = smoothing / classes.total
-            of_all = sums[-1] if weight is not None else float(classes.total)
-            loss = loss + (log_sum * of_all - sums[-2 if weight is not None else -1]) * share
-            whole = whole + of_all * share
-        return ClassStatistics(
-            rows,
-            elsewhere,
-            largest,
-            exponentials,
-            platform.masked_fill(platform.masked_fill(loss, ignored, 0.0), wrong, math.nan),
-            kept,
-            platform.masked_fill(weights, ignored, 0.0),
-            whole * kept,
-        )
-
-    def _check(self, target: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """Return two masks with a class dimension: ignored samples, and samples with an invalid target."""
-        ignored = target == ignore_index
-        wrong = ((target < 0) | (target >= classes.total)) & (target != ignore_index)
+    # ------------------------------------------------------------ invalid targets
+    def _checked(self, target: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
+        """Return the masks of `ClassLosses.masks`. Raise IndexError for an invalid target, where that is cheap."""
+        ignored, wrong = self.losses.masks(target, classes, ignore_index)
         if self._looks() and bool(wrong.any()):
             raise IndexError(
                 f"a target is no class: targets must lie between 0 and {classes.total - 1}, or be the "
                 f"ignore_index {ignore_index}"
             )
-        return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
+        return ignored, wrong
 
     def _looks(self) -> bool:
         """Return whether the values of targets are checked, which is the case only on the CPU.
@@ -201,35 +125,6 @@ class VocabParallel(ClassSoftmax):
         Reading a value makes the host wait for an accelerator. There, a wrong target makes the loss NaN instead.
         """
         return self.platform.device_type == "cpu"
-
-    def _rows(self, target: Any, classes: Classes) -> tuple[Any, Any]:
-        """Return targets as indices into this rank's classes, 0 for targets of other ranks, and a mask of the
-        latter."""
-        rows = target - classes.offset
-        elsewhere = (rows < 0) | (rows >= classes.size)
-        rows = self.platform.masked_fill(rows, elsewhere, 0)
-        return self.platform.unsqueeze(rows, classes.dim), self.platform.unsqueeze(elsewhere, classes.dim)
-
-    def _weights_of(self, rows: Any, elsewhere: Any, weight: Any, like: Any, classes: Classes) -> Any:
-        """Return the weights of targets among this rank's classes, and 0 for other targets. Without weights, return
-        ones."""
-        platform = self.platform
-        if weight is None:
-            return platform.ones(platform.shape_of(rows), like)
-        weight = self._with_a_class(platform.detach(weight), classes, 0, 0.0)
-        return platform.masked_fill(platform.to_dtype(weight, like.dtype)[rows], elsewhere, 0.0)
-
-    def _sum_of_logits(self, x: Any, largest: Any, weight: Any, classes: Classes) -> Any:
-        if not classes.size:
-            return self.platform.zeros(self.platform.shape_of(largest), largest)
-        x = x - largest
-        return self.platform.sum_along(x if weight is None else x * self._beside(weight, x, classes), classes.dim)
-
-    def _beside(self, weight: Any, x: Any, classes: Classes) -> Any:
-        """Return ``weight`` in the shape and dtype in which it multiplies ``x``."""
-        shape = [1] * len(self.platform.shape_of(x))
-        shape[classes.dim] = self.platform.shape_of(weight)[0]
-        return self.platform.to_dtype(weight, x.dtype).reshape(shape)
 
     # ------------------------------------------------------------ forward and backward of each
     def _of_classes_forward(
@@ -250,43 +145,31 @@ class VocabParallel(ClassSoftmax):
         gradient = self._softmax(x, here.largest, here.exponentials, classes) * (g * here.whole)
         if smoothing:
             share = g * here.kept * (smoothing / classes.total)
-            gradient = gradient - (share * self._beside(weight[0], gradient, classes) if weight else share)
+            gradient = gradient - (share * self.losses.beside(weight[0], gradient, classes) if weight else share)
         at_target = platform.masked_fill(g * here.weights * (smoothing - 1.0), here.elsewhere, 0.0)
         return platform.to_dtype(platform.scatter_add(gradient, classes.dim, here.rows, at_target), x.dtype)
-
-    def _soft_target(self, target: Any, weight: Any, like: Any, classes: Classes, smoothing: float) -> Any:
-        target = self.platform.to_dtype(target, like.dtype)
-        if smoothing:
-            target = target * (1.0 - smoothing) + smoothing / classes.total
-        return target if weight is None else target * self._beside(weight, target, classes)
 
     def _of_probabilities_forward(
         self, ctx: Any, x: Any, target: Any, weight: Any, classes: Classes, smoothing: float
     ) -> Any:
-        platform, logits = self.platform, self.platform.detach(x)
-        largest = self._largest(logits, classes)
-        parts = [platform.sum_along(platform.shifted_exp(logits, largest), classes.dim)]
-        if classes.size:
-            soft = self._soft_target(platform.detach(target), weight, largest, classes, smoothing)
-            parts += [platform.sum_along(soft * (logits - largest), classes.dim), platform.sum_along(soft, classes.dim)]
-        else:
-            parts += [platform.zeros(platform.shape_of(largest), largest)] * 2
-        exponentials, logit, mass = self._sums(parts, classes)
+        logits, probabilities = self.platform.detach(x), self.platform.detach(target)
+        found = self.losses.of_probabilities(logits, probabilities, weight, classes, smoothing)
+        largest, exponentials, mass, loss = found
         ctx.classes, ctx.smoothing = classes, smoothing
         ctx.save_for_backward(x, largest, exponentials, mass, target, *(() if weight is None else (weight,)))
-        return mass * platform.log(exponentials) - logit
+        return loss
 
     def _of_probabilities_cotangent(self, ctx: Any, g: Any) -> Any:
         x, largest, exponentials, mass, target, *weight = ctx.saved_tensors
         g = self._for_parts(g, ctx.classes)
-        soft = self._soft_target(target, weight[0] if weight else None, largest, ctx.classes, ctx.smoothing)
+        soft = self.losses.soft_target(target, weight[0] if weight else None, largest, ctx.classes, ctx.smoothing)
         p = self._softmax(x, largest, exponentials, ctx.classes)
         return self.platform.to_dtype((p * mass - soft) * g, x.dtype)
 
     def _composed(self, x: Any, target: Any, weight: Any, classes: Classes, smoothing: float) -> Any:
         """Return the loss computed from log_softmax, for gradients of target and weight."""
         log_probabilities = self.log_softmax(x, classes)
-        soft = self._soft_target(target, weight, log_probabilities, classes, smoothing)
+        soft = self.losses.soft_target(target, weight, log_probabilities, classes, smoothing)
         return self.summed(-self.platform.sum_along(log_probabilities * soft, classes.dim), classes)
 
 

@@ -91,6 +91,8 @@ def vocab_parallel_cross_entropy(
     with platform.no_dispatch():
         if weight is not None:
             weight = platform.narrow(weight, 0, logits.local_offset[dim], logits.local_shape[dim])
+        if not platform.is_floating_point(target):
+            target = platform.as_index(target)
         static_args = (reduction, ignore_index, float(label_smoothing))
         return sharded_cross_entropy(platform, (local_logits, target, weight), static_args, layouts, dim)
 

@@ -32,12 +32,7 @@ from typing import ClassVar
 from hyper_parallel.platform.contract.attention import AttentionRole
 from hyper_parallel.platform.contract.autograd import AutogradRole, cached_view
 from hyper_parallel.platform.contract.collectives import CollectiveRole
-from hyper_parallel.platform.contract.compiled import (
-    ClassShards,
-    CompiledInputs,
-    CompilerRole,
-    Conversion,
-)
+from hyper_parallel.platform.contract.compiled import ClassShards, CompilerRole
 from hyper_parallel.platform.contract.core import Core
 from hyper_parallel.platform.contract.devices import DeviceRole
 from hyper_parallel.platform.contract.dispatch import Dispatch, NativeOp
@@ -48,7 +43,7 @@ from hyper_parallel.platform.contract.interception import InterceptionRole
 from hyper_parallel.platform.contract.modules import ModuleKind, ModuleRole
 from hyper_parallel.platform.contract.observation import ObservationRole
 from hyper_parallel.platform.contract.passes import PassRole
-from hyper_parallel.platform.contract.programs import Comparison, Program
+from hyper_parallel.platform.contract.programs import Comparison, Conversions, Program
 from hyper_parallel.platform.contract.state import OptimizerState, StateRole
 from hyper_parallel.platform.contract.storage import StorageRole
 from hyper_parallel.platform.contract.tensors import TensorRole
@@ -57,8 +52,7 @@ __all__ = [
     "ClassShards",
     "NOTHING_FASTER",
     "Comparison",
-    "CompiledInputs",
-    "Conversion",
+    "Conversions",
     "Core",
     "Dispatch",
     "Fast",

@@ -12,59 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from hyper_parallel.platform.contract.programs import Comparison, Cut, Program
+from hyper_parallel.platform.contract.programs import Comparison, Conversions, Program
 
-__all__ = [
-    "ClassShards",
-    "CompiledLosses",
-    "CompiledInputs",
-    "CompilerRole",
-    "Conversion",
-]
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """One input or output of a module that a hook converts to another layout.
-
-    Attributes:
-        key: position or keyword of the input or output.
-        given: how a plain tensor is held before the conversion.
-        wanted: how the tensor is held after the conversion.
-        compare: see `Program`.
-    """
-
-    key: Any
-    given: Cut
-    wanted: Cut
-    compare: Comparison | None = None
-
-
-@dataclass(frozen=True)
-class CompiledInputs:
-    """Conversions that a hook of a style makes, of the inputs or of the outputs of a module.
-
-    Attributes:
-        mesh, group, size, rank: see `Program`.
-        conversions: conversions in order.
-        count: required number of outputs, or least number of positional inputs.
-        local: whether the results are plain, not DTensors.
-        of_outputs: whether the hook converts outputs.
-    """
-
-    mesh: Any
-    group: Any
-    size: int
-    rank: int
-    conversions: tuple[Conversion, ...]
-    count: int
-    local: bool
-    of_outputs: bool
-
-    @property
-    def key(self) -> tuple:
-        """Key of the compiled program, as `Program.key`."""
-        return self.conversions, self.count, self.local, self.of_outputs
+__all__ = ["ClassShards", "CompiledLosses", "CompilerRole"]
 
 
 @dataclass(frozen=True)
@@ -73,17 +23,17 @@ class ClassShards:
 
     Attributes:
         group: group of ranks that share the classes.
-        size: number of ranks in the group.
+        ranks: number of ranks in the group.
         total: total number of classes.
-        first, count: first class of this rank, and number of its classes; every rank has at least one.
+        offset, size: first class of this rank, and number of its classes; every rank has at least one.
         compare: check of the shape of local logits.
     """
 
     group: Any
-    size: int
+    ranks: int
     total: int
-    first: int
-    count: int
+    offset: int
+    size: int
     compare: Comparison
 
 
@@ -109,6 +59,19 @@ class CompiledLosses(Protocol):
             The shard, or None where some rank has no class. `ClassShards.compare` reports shards that do not fit.
         """
 
+    def class_losses(
+        self, verbs: Any, largest: Callable[[Any, Any], Any], sums: Callable[[list[Any], Any], list[Any]]
+    ) -> Any:
+        """Return the losses over sharded classes as functions that a compiler can trace: `core.rules.class_losses`.
+
+        Args:
+            verbs: object with the local verbs of `TensorRole` that the losses call, in a form that the compiler
+                differentiates.
+            largest: ``largest(x, classes)`` returns the largest logit of each sample over the ranks; not
+                differentiated.
+            sums: ``sums(parts, classes)`` does the step ``sum`` of `STEPS` for several tensors of one shape at once.
+        """
+
     def mesh_with_id(self, number: int) -> Any:
         """Return the mesh whose ``id()`` is ``number``, for a compiler that passes numbers."""
         ...
@@ -127,9 +90,9 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
         `ModuleRole.replace_forward` has set. With None the module stays outside of compiled code."""
         return
 
-    def compiled_hook(self, hook: Callable, how: CompiledInputs | None) -> Callable:
-        """Return ``hook``, which a style is about to register, or a replacement for compilers. The replacement does the
-        work that ``how`` describes where a compiler traces it. With None, the hook stays outside compiled code."""
+    def compiled_hook(self, hook: Callable, how: Conversions | None) -> Callable:
+        """Return ``hook``, which a style is about to register, or a replacement for compilers. The replacement runs
+        the programs of ``how`` where a compiler traces it. With None, the hook stays outside compiled code."""
         return hook
 
     def share_compiled_inputs(self, module: Any) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from hyper_parallel.platform.contract.compiled import CompiledLosses
 from hyper_parallel.platform.contract.dispatch import Dispatch
+from hyper_parallel.platform.contract.passes import PassServices
 
 __all__ = ["Core"]
 
@@ -16,7 +17,7 @@ Layout = Any
 Mesh = Any
 
 
-class Core(CompiledLosses, Protocol):
+class Core(CompiledLosses, PassServices, Protocol):
     """Services of core for a backend.
 
     Besides `dispatch`, these serve other uses of tensors in a framework: clipping, gradients, hooks, copies, its own
@@ -71,21 +72,6 @@ class Core(CompiledLosses, Protocol):
 
     def from_local(self, local: Tensor, layout: Layout) -> Any:
         """Return the DTensor with ``layout`` and the plain ``local`` as this rank's local tensor; differentiable."""
-
-    # ------------------------------------------------------------------------------------ gradients
-    def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient of a tensor of ``layout`` for reading as a DTensor. Values computed from it
-        count once in a second backward. Interception is off."""
-
-    def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
-
-    def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
-        """Report ``error`` in a backward pass to the other ranks of ``meshes``, on which it communicates; see
-        `Platform.tell_of_failure`."""
-
-    def open_block(self) -> AbstractContextManager[Any] | None:
-        """Return a nested `coalesce_gradients` block if the caller is inside such a block, else None."""
 
     # ------------------------------------------------------------------------------------ norms
     def total_norm(

@@ -6,12 +6,15 @@ gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
-__all__ = ["PassRole"]
+__all__ = ["PassRole", "PassServices"]
 
 Tensor = Any
+Layout = Any
+Mesh = Any
 
 
 class PassRole:
@@ -70,3 +73,32 @@ class PassRole:
         """Allocate the freed memory of the 1-D ``x`` again, and write `join` of ``pieces`` into it. ``pieces`` have the
         dtype of ``x``. All views of ``x`` see these values, and autograd sees no change. Called without gradients."""
         raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
+
+
+class PassServices(Protocol):
+    """Services for a backend about the gradients of distributed tensors; a part of `Core`."""
+
+    def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
+        """Convert the plain local gradient of a tensor of ``layout`` for reading as a DTensor. Values computed from it
+        count once in a second backward. Interception is off."""
+
+    def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
+        """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
+
+    def for_user(self, gradient: Tensor, layout: Layout) -> Any:
+        """Return a new DTensor for a user, with the plain local gradient that reached a tensor of ``layout``."""
+
+    def as_cotangent(self, gradient: Any, layout: Layout, what: str) -> Any:
+        """Redistribute a user's gradient to the placements of gradients of a tensor of ``layout``. Raises TypeError if
+        it is not distributed, and ValueError if its shape differs; messages call it ``what``."""
+
+    def through_hook(self, hook: Callable[[Any], Any], gradient: Tensor, layout: Layout) -> Tensor | None:
+        """Call a user's ``hook`` on the gradient of a tensor of ``layout`` as a DTensor. Returns the local gradient
+        with which backward goes on, or None where the hook returns None."""
+
+    def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
+        """Report ``error`` in a backward pass to the other ranks of ``meshes``, on which it communicates; see
+        `Platform.tell_of_failure`."""
+
+    def open_block(self) -> AbstractContextManager[Any] | None:
+        """Return a nested `coalesce_gradients` block if the caller is inside such a block, else None."""

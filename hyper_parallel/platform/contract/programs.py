@@ -8,12 +8,23 @@ step converts a tensor, and which step its cotangent takes. `core.communication.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, TypeAlias
 
-__all__ = ["KEPT", "STEPS", "SUMMANDS", "Comparison", "Cut", "Program", "Verb", "step_between"]
+__all__ = [
+    "KEPT",
+    "STEPS",
+    "SUMMANDS",
+    "Comparison",
+    "Conversions",
+    "Cut",
+    "Program",
+    "Verb",
+    "are_planned",
+    "step_between",
+]
 
 #: How a tensor is held on a 1-D mesh: the dimension that is sharded into consecutive shards, or None for replicated.
 Cut: TypeAlias = "int | None"
@@ -76,11 +87,30 @@ def step_between(source: int | str | None, target: int | str | None, for_parts: 
     return "scatter" if source == SUMMANDS else "exchange"
 
 
+def are_planned(own: Mapping[str, Any], planned: Iterable[tuple[str, Any]], distributed: type[Any]) -> bool:
+    """Return whether a module still has the parameters that its style distributed. Layouts are compared by identity.
+
+    Args:
+        own: direct parameters of the module, by name.
+        planned: items of `Program.layouts`.
+        distributed: class of DTensors.
+    """
+    for name, layout in planned:
+        p = own.get(name)
+        if p is None or layout is None:
+            if p is not layout:
+                return False
+        elif not isinstance(p, distributed) or p._layout is not layout:
+            return False
+    return True
+
+
 @dataclass(frozen=True)
 class Program:
     """A module with a style: a step for its input, its operation on local tensors, and a step for its output.
 
-    `step_between` names the steps.
+    `step_between` names the steps. The conversion of one tensor by a hook is a program without operation and without
+    parameters: its output is kept as the operation would take it.
 
     Attributes:
         mesh: 1-D mesh of core.
@@ -135,3 +165,25 @@ class Program:
         """All facts apart from the mesh and its group. Equivalent modules have equal keys, and share compiled code."""
         facts = {**vars(self), "layouts": tuple(self.layouts.items())}
         return tuple(facts[name] for name in facts if name not in ("mesh", "group"))
+
+
+@dataclass(frozen=True)
+class Conversions:
+    """Programs of a hook of a style, which converts the inputs or the outputs of a module.
+
+    Attributes:
+        mesh: mesh of the programs.
+        programs: position or keyword of each converted tensor, and the program that converts it, in order.
+        count: required number of outputs, or least number of positional inputs.
+        of_outputs: whether the hook converts outputs.
+    """
+
+    mesh: Any
+    programs: tuple[tuple[Any, Program], ...]
+    count: int
+    of_outputs: bool
+
+    @property
+    def key(self) -> tuple:
+        """Key of the compiled hook, as `Program.key`."""
+        return tuple((key, program.key) for key, program in self.programs), self.count, self.of_outputs

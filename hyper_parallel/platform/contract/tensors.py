@@ -154,6 +154,10 @@ class TensorRole(ABC):
     def to_dtype(self, x: Tensor, dtype: Any) -> Tensor:
         """Return ``x`` converted to a dtype of the framework, or ``x`` itself. Differentiable."""
 
+    def as_index(self, x: Tensor) -> Tensor:
+        """Return integers in a dtype that takes every index and its negative. By default ``x`` itself."""
+        return x
+
     @abstractmethod
     def amax(self, x: Tensor, dim: int) -> Tensor:
         """Return the maximum along ``dim``, which is not empty and keeps size 1; in float32 where ``x`` is narrower."""

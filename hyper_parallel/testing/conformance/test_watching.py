@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel import ColwiseParallel, RowwiseParallel, fully_shard, parallelize_module, replicate
-from hyper_parallel.core.communication import recorder, watching
+from hyper_parallel.core.communication import recorder
 from hyper_parallel.debug import ProfilerRanges
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS
 from hyper_parallel.platform.logs import LOG, VARIABLE
@@ -57,15 +57,15 @@ def of_a_plan(mesh: Any) -> tuple[list[str], list[str]]:
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "collectives"
     try:
-        watching.watch_as_told()
-        watching.watch_as_told()  # once is enough
+        recorder.watch_as_told()
+        recorder.watch_as_told()  # once is enough
     finally:
         os.environ.pop(VARIABLE)
         os.environ.update({} if before is None else {VARIABLE: before})
     try:
         return said, listening(lambda: step(model))
     finally:
-        recorder.LISTENERS.remove(watching.as_line)
+        recorder.LISTENERS.remove(recorder.as_line)
         BACKWARD_WRAPPERS.remove(recorder.attributed)
         assert not recorder.LISTENERS and not BACKWARD_WRAPPERS
 

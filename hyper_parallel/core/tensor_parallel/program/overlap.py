@@ -11,13 +11,14 @@ from typing import Any
 from hyper_parallel.core.communication.errors import explain_along
 from hyper_parallel.core.communication.recorder import LISTENERS, attributed, record
 from hyper_parallel.core.communication.redistribute import partial_grad_view
+from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForward
 from hyper_parallel.core.tensor_parallel.program.programs import placement_of
 from hyper_parallel.platform.contract import NOTHING_FASTER, LinearCollective
-from hyper_parallel.platform.contract.programs import KEPT, Program
+from hyper_parallel.platform.contract.programs import KEPT, Program, are_planned
 
 _MIB = 1 << 20
 
@@ -83,7 +84,7 @@ def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
     if program.gives == KEPT:
         return local
     mesh, use_local_output = program.mesh, program.local
-    of_weight, of_bias = program.layouts["weight"], program.layouts.get("bias")
+    of_weight, planned = program.layouts["weight"], tuple(program.layouts.items())
     wanted: Any = -1 if program.gives == -1 else program.wanted
     input_layout, output_layout = placement_of(program.given), placement_of(wanted)
     platform, (shard,), size = mesh.platform, of_weight.placements, mesh.size()
@@ -112,9 +113,9 @@ def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
         if elements < least or CHECKS:
             chunks = 1  # checks communicate, which must not happen between pending collectives
         own = platform.own_parameters(module)
-        matrix, bias = own.get("weight"), own.get("bias")
-        if getattr(matrix, "_layout", None) is not of_weight or getattr(bias, "_layout", bias) is not of_bias:
+        if not are_planned(own, planned, DTensor):
             return NotImplemented
+        matrix, bias = own["weight"], own.get("bias")
         with platform.no_dispatch():
             try:
                 tell = attributed(record_native) if LISTENERS else record_native

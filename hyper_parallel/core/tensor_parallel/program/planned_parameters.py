@@ -1,8 +1,8 @@
 """Check that a module still has the parameters that its style distributed.
 
 Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, or a library that wraps
-models. The module's forward would then use a full plain tensor as this rank's shard. The fast forwards compare the
-layout of each parameter with that of the plan. If one differs they leave the call to the general forward, which uses
+models. The module's forward would then use a full plain tensor as this rank's shard. So all forwards ask `are_planned`
+of the contract. If a parameter is another one, fast forwards leave the call to the general forward. That one uses
 `parameter_check`.
 """
 
@@ -12,8 +12,10 @@ from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
+from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.platform.contract.programs import are_planned
 
 #: Attribute of a module that is a unit of data parallelism.
 UNIT = "_hyper_parallel_unit"
@@ -63,7 +65,7 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
     for path, submodule in mesh.platform.named_modules(module):
         held = layouts_of(own_parameters(submodule))
         # Parameters that a style left plain may change freely.
-        known = {name: layout for name, layout in held.items() if layout is not None}
+        known = [(name, layout) for name, layout in held.items() if layout is not None]
         if known:
             below.append((path, attrgetter(path) if path else None, known))
 
@@ -71,20 +73,21 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
         for path, find, known in below:
             submodule = module if find is None else find(module)
             own = own_parameters(submodule)
-            for name, layout in known.items():
-                p = own.get(name)
-                if p is not None and getattr(p, "_layout", p) is not layout:
-                    _check_parameter(p, f"{path}.{name}" if path else name, layout, module)
+            if are_planned(own, known, DTensor):
+                continue
+            for name, layout in known:
+                _check_parameter(own.get(name), f"{path}.{name}" if path else name, layout, module)
 
     return check
 
 
 def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
-    """Raise ValueError unless ``p``, which replaced a parameter of layout ``planned``, has its mesh and placements."""
+    """Raise ValueError if ``p``, in place of a parameter of layout ``planned``, has another mesh or placements. None is
+    right: the parameter is gone."""
     layout = getattr(p, "_layout", None)
     mesh, placements = planned.mesh, list(planned.placements)
-    if layout is not None and layout.mesh is mesh and layout.placements == planned.placements:
-        return  # only the shape differs
+    if p is None or (layout is not None and layout.mesh is mesh and layout.placements == planned.placements):
+        return  # the planned one, or one of another shape
     what = f"parameter {name!r} of {module_label(module)}"
     if layout is not None:
         where = "" if layout.mesh is mesh else f" on {layout.mesh}"

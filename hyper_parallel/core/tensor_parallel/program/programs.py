@@ -18,10 +18,9 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import planned_layouts
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import agree_on_shape
 from hyper_parallel.platform import Platform
-from hyper_parallel.platform.contract import CompiledInputs, Conversion
-from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Comparison, Cut, Program
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Comparison, Conversions, Cut, Program
 
-__all__ = ["describe_conversions", "placement_of", "program_of", "share_inputs"]
+__all__ = ["conversions_of", "placement_of", "program_of", "share_inputs"]
 
 
 def is_cut(placement: Placement | None) -> bool:
@@ -85,19 +84,26 @@ def program_of(style: Any, module: Any, mesh: DeviceMesh) -> Program | None:
         or not all(map(is_cut, wanted or ()))
     ):
         return None
-    return Program(
-        mesh=mesh,
-        group=mesh.platform_group(0),
-        size=mesh.size(),
-        rank=mesh.get_local_rank(0),
-        given=cut_of(given),
+    return _program(
+        mesh,
+        given,
+        comparison(mesh, given, "the input") if style.compares_input else None,
+        style.use_local_output,
         takes=KEPT if desired is None and own["gives"] == KEPT else cut_of(takes),
         wanted=KEPT if wanted is None else cut_of(wanted[0]),
-        local=style.use_local_output,
         layouts=layouts,
         partial_features=style.partial_output_features,
-        compare=comparison(mesh, given, "the input") if style.compares_input else None,
         **own,
+    )
+
+
+def _program(
+    mesh: DeviceMesh, given: Placement | None, compare: Comparison | None, local: bool, **facts: Any
+) -> Program:
+    """Return a program on the 1-D ``mesh``; ``facts`` are its further attributes."""
+    group, size, rank = mesh.platform_group(0), mesh.size(), mesh.get_local_rank(0)
+    return Program(
+        mesh=mesh, group=group, size=size, rank=rank, given=cut_of(given), local=local, compare=compare, **facts
     )
 
 
@@ -138,14 +144,14 @@ def _of_parts(style: Any, module: Any, platform: Platform, layouts: Mapping[str,
     return needed, {"gives": KEPT, "parameters_for_parts": True, "whole_dims": dims}
 
 
-def describe_conversions(
+def conversions_of(
     slots: Sequence[tuple[Any, Placement | None, Placement | None]],
     mesh: DeviceMesh,
     count: int,
     use_local_output: bool,
     of_outputs: bool,
-) -> CompiledInputs | None:
-    """Return a description of a hook's conversions for compilers, or None for placements that are not a `Cut`.
+) -> Conversions | None:
+    """Return the programs of a hook, or None for placements that are not a `Cut`.
 
     Args:
         slots: (position or keyword, placement of a plain tensor, desired placement) for each tensor. None as desired
@@ -158,21 +164,12 @@ def describe_conversions(
     wanted = [(key, given, given if desired is None else desired) for key, given, desired in slots]
     if mesh.get_coordinate() is None or not all(is_cut(given) and is_cut(to) for _, given, to in wanted):
         return None
-    what = "output" if of_outputs else "input"
-    conversions = [
-        Conversion(key, cut_of(given), cut_of(to), comparison(mesh, given, f"{what} {key!r}"))
-        for key, given, to in wanted
-    ]
-    return CompiledInputs(
-        mesh=mesh,
-        group=mesh.platform_group(0),
-        size=mesh.size(),
-        rank=mesh.get_local_rank(0),
-        conversions=tuple(conversions),
-        count=count,
-        local=use_local_output,
-        of_outputs=of_outputs,
-    )
+    what, programs = "output" if of_outputs else "input", []
+    for key, given, to in wanted:
+        compare = comparison(mesh, given, f"{what} {key!r}")
+        no_operation: Any = {"takes": cut_of(to), "gives": KEPT, "wanted": KEPT, "layouts": {}}
+        programs.append((key, _program(mesh, given, compare, use_local_output, **no_operation)))
+    return Conversions(mesh, tuple(programs), count, of_outputs)
 
 
 def share_inputs(matches: list[Any], modules: dict[str, Any], mesh: DeviceMesh) -> None:

@@ -19,7 +19,7 @@ from hyper_parallel.core.communication.redistribute import (
     plan_redistribution,
 )
 from hyper_parallel.core.communication.transitions import identity_reduce_grad, linear_key, one_summand, summation
-from hyper_parallel.core.dtensor.tensor import dtensor_class
+from hyper_parallel.core.dtensor.tensor import DTensor, dtensor_class
 from hyper_parallel.core.layouts.chunking import shard_sizes
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
@@ -29,7 +29,7 @@ from hyper_parallel.core.tensor_parallel.program.local_forward import LocalForwa
 from hyper_parallel.core.tensor_parallel.program.programs import placement_of
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import HANDED_OUT
 from hyper_parallel.platform.contract import NOTHING_FASTER, cached_view
-from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program, are_planned
 
 _FIRST = (0,)
 _WHOLE = Replicate()
@@ -107,12 +107,8 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
             if output is None:
                 return NotImplemented
         own: Any = own_parameters(module)
-        if len(own) != count:
+        if len(own) != count or not are_planned(own, planned, DTensor):
             return NotImplemented
-        for name, layout in planned:
-            p: Any = own.get(name, own)
-            if getattr(p, "_layout", p) is not layout:
-                return NotImplemented
         with no_dispatch():
             if normalizes:
                 # The parameters' gradients are partial, because the input is sharded. They are all-reduced.

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from hyper_parallel.core.communication.errors import tell_of_failure
 from hyper_parallel.core.communication.recorder import LISTENERS, run_in_module
@@ -126,8 +126,9 @@ class ParallelStyle(ABC):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-#: Methods that convert inputs and outputs. A class that overrides one has no program, unless it overrides `program`.
+#: Methods that convert inputs and outputs, and what says that a class with such a method has a program.
 _CONVERSIONS = ("prepare_input", "prepare_output", "prepare_inputs", "prepare_outputs", "_new_forward")
+_OF_PROGRAMS = {*_CONVERSIONS, "program", "has_program"}
 #: Errors that frameworks raise for an unsuitable input. Torch's checkpointing ends a recomputation by another error.
 _OF_AN_INPUT = (RuntimeError, TypeError, ValueError, IndexError)
 
@@ -173,6 +174,8 @@ class ModuleStyle(ParallelStyle):
     partial_output_features: int = 0
     #: Whether ranks compare the sizes of plain shards that are passed to the module.
     compares_input: bool = True
+    #: Whether the data describe the conversions. A class that overrides one has to say so again.
+    has_program: ClassVar[bool] = True
 
     def input_placements(self, module: Any, mesh: DeviceMesh) -> tuple[Placement | None, Placement | None]:
         """Return the placement of a plain first input, and the placement that the module needs, or None."""
@@ -207,26 +210,24 @@ class ModuleStyle(ParallelStyle):
         if len(layouts) == 1 and layouts[0] is not None:
             what = f"the input of {name}"
             if args:
-                x = args[0]
-                if layouts[0] is _WHOLE and not isinstance(x, DTensor) and what not in vars(module).get(COMPARED, ()):
-                    compare_input(x, mesh, what, module)
-                return (self.prepare_input(module, x, 0, what, mesh), *args[1:]), kwargs
-            if kwargs:
-                first, x = next(iter(kwargs.items()))
-                if layouts[0] is _WHOLE and not isinstance(x, DTensor) and what not in vars(module).get(COMPARED, ()):
-                    compare_input(x, mesh, what, module)
-                return args, {**kwargs, first: self.prepare_input(module, x, 0, what, mesh)}
+                return (self._prepared(module, args[0], 0, what, mesh), *args[1:]), kwargs
+            for first, x in kwargs.items():
+                return args, {**kwargs, first: self._prepared(module, x, 0, what, mesh)}
             raise ValueError(f"{name} was called without inputs")
         if len(args) < len(layouts):
             raise too_few_inputs(module, args, layouts, self)
         new = list(args)
         for i, layout in enumerate(layouts):
             if layout is not None and args[i] is not None:
-                x, what = args[i], f"input {i} of {name}"
-                if layout is _WHOLE and not isinstance(x, DTensor) and what not in vars(module).get(COMPARED, ()):
-                    compare_input(x, mesh, what, module)
-                new[i] = self.prepare_input(module, x, i, what, mesh)
+                new[i] = self._prepared(module, args[i], i, f"input {i} of {name}", mesh)
         return tuple(new), kwargs
+
+    def _prepared(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
+        """Return the converted input. In the first call ranks compare a plain one that all of them have."""
+        whole = self.input_layouts[i] is _WHOLE and not isinstance(x, DTensor)
+        if whole and what not in vars(module).get(COMPARED, ()):
+            compare_input(x, mesh, what, module)
+        return self.prepare_input(module, x, i, what, mesh)
 
     def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         """Convert the output, or the outputs, of the module's forward for the caller."""
@@ -242,13 +243,12 @@ class ModuleStyle(ParallelStyle):
         return None if local is None or program is None else overlapped_first(local, program)
 
     def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        """Return the `Program` of ``module`` for `short_way` and compilers, or None for several inputs. A class that
-        overrides a conversion has no program, unless it overrides this method too."""
+        """Return the `Program` of ``module`` for `short_way` and compilers, or None for several inputs."""
         return program_of(self, module, mesh)
 
     def _program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        overriding = [cls for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(("program", *_CONVERSIONS))]
-        return self.program(module, mesh) if "program" in vars(overriding[0]) else None
+        own = next(vars(cls) for cls in type(self).__mro__ if not vars(cls).keys().isdisjoint(_OF_PROGRAMS))
+        return self.program(module, mesh) if "program" in own or own.get("has_program") else None
 
     def excludes(self, other: ParallelStyle) -> bool:
         return isinstance(other, ModuleStyle)

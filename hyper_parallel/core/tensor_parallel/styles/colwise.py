@@ -86,4 +86,4 @@ class ColwiseParallel(WeightParallel):
         return to_output(y, mesh, desired, self.use_local_output, what)
 
     def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        return super().program(module, mesh)
+        return None if self._keeps_whole(mesh) else super().program(module, mesh)

@@ -8,9 +8,7 @@ from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.following import FOLLOWING
 from hyper_parallel.core.tensor_parallel.program.convert import to_placement
-from hyper_parallel.core.tensor_parallel.program.programs import program_of
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
-from hyper_parallel.platform.contract.programs import Program
 
 
 class HeadNormParallel(ModuleStyle):
@@ -35,12 +33,10 @@ class HeadNormParallel(ModuleStyle):
     output_layouts = None
     whole_dims = 1
     compares_input = False
+    has_program = True
 
     def __init__(self, *, use_local_output: bool = True) -> None:
         self.use_local_output = check_flag(use_local_output, "use_local_output", type(self).__name__)
-
-    def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        return program_of(self, module, mesh)
 
     def prepare_input(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
         # The last dimension of a plain input is unsharded. The norm gives the same result whichever other dimension is

@@ -21,7 +21,7 @@ from hyper_parallel.core.tensor_parallel.program.convert import (
 )
 from hyper_parallel.core.tensor_parallel.program.distributed_batches import OtherMeshError, convert_part
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
-from hyper_parallel.core.tensor_parallel.program.programs import describe_conversions
+from hyper_parallel.core.tensor_parallel.program.programs import conversions_of
 from hyper_parallel.core.tensor_parallel.program.same_inputs import compare_input
 from hyper_parallel.core.tensor_parallel.program.uneven_shards import COMPARED
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle, check_flag, mark_applied
@@ -92,9 +92,7 @@ class PrepareModuleInput(ParallelStyle):
         distributed = dtensor_class(device_mesh.platform)
 
         before = hook_of_style(partial(self._before, device_mesh, distributed))
-        how = describe_conversions(
-            self._slots, device_mesh, len(self.input_layouts), self.use_local_output, of_outputs=False
-        )
+        how = conversions_of(self._slots, device_mesh, len(self.input_layouts), self.use_local_output, of_outputs=False)
         before = device_mesh.platform.compiled_hook(before, how)
         device_mesh.platform.register_forward_pre_hook(module, before, with_kwargs=True)
         mark_applied(module, self, device_mesh)
@@ -169,7 +167,7 @@ class PrepareModuleOutput(ParallelStyle):
             for i, given in enumerate(self.output_layouts)
             if given is not None
         ]
-        how = describe_conversions(slots, device_mesh, len(self.output_layouts), self.use_local_output, of_outputs=True)
+        how = conversions_of(slots, device_mesh, len(self.output_layouts), self.use_local_output, of_outputs=True)
         after = device_mesh.platform.compiled_hook(hook_of_style(partial(self._after, device_mesh)), how)
         device_mesh.platform.register_forward_hook(module, after)
         mark_applied(module, self, device_mesh)

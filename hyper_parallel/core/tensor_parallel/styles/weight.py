@@ -10,11 +10,9 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.program.convert import as_single, to_placement
 from hyper_parallel.core.tensor_parallel.program.heads import as_heads, check_heads, sizes_of_heads
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, planned_layouts
-from hyper_parallel.core.tensor_parallel.program.programs import program_of
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 from hyper_parallel.platform import Platform
 from hyper_parallel.platform.contract import ModuleKind
-from hyper_parallel.platform.contract.programs import Program
 
 
 class WeightParallel(ModuleStyle):
@@ -29,6 +27,7 @@ class WeightParallel(ModuleStyle):
     desired_input_layouts: tuple[Placement]
     output_layouts: tuple[Placement]
     replicate_heads: bool = False
+    has_program = True
 
     def __init__(
         self,
@@ -109,9 +108,6 @@ class WeightParallel(ModuleStyle):
             # The weight has the global number of features, so the sizes of uneven shards are known.
             size, _ = linear_sizes(module, mesh.platform)
         return to_placement(x, mesh, layout, needed, what, size, module)
-
-    def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
-        return None if self._keeps_whole(mesh) else program_of(self, module, mesh)
 
     def _keeps_whole(self, mesh: DeviceMesh) -> bool:
         """Return whether the weight is replicated because there are fewer heads than ranks."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from mindspore import nn
 
-from hyper_parallel.platform.contract import CompiledInputs, Program
+from hyper_parallel.platform.contract import Conversions, Program
 from hyper_parallel.platform.mindspore.compiled.forwards import GraphCell, NotTracedError, make_cell
 from hyper_parallel.platform.mindspore.compiled.hooks import make_surrounded
 from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch
@@ -36,7 +36,7 @@ def set_compiled_forward(module: nn.Cell, how: Program | None) -> None:
     object.__setattr__(module, "_graph_form", lambda: how)
 
 
-def compiled_hook(hook: Callable, how: CompiledInputs | None) -> Callable:
+def compiled_hook(hook: Callable, how: Conversions | None) -> Callable:
     """Return ``hook`` with the conversions that a graph makes. See `CompilerRole.compiled_hook`."""
     hook.graph_form = how  # type: ignore[attr-defined]
     return hook

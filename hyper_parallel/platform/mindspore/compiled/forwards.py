@@ -11,9 +11,10 @@ from typing import Any
 
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program, are_planned
 from hyper_parallel.platform.mindspore.compiled.functions import Ranks, Same, ScatterAndAdd, step_cell
 from hyper_parallel.platform.mindspore.compiled.shapes import ShapeCheck
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor
 
 __all__ = ["GraphCell", "Layer", "NotTracedError", "make_cell", "original_class"]
 
@@ -55,9 +56,8 @@ def make_cell(module: nn.Cell, how: Program) -> Layer:
     if not how.local:
         raise NotTracedError("its output is a DTensor: give its style use_local_output=True")
     own = {name: p for name, p in module._params.items() if p is not None}
-    for name, layout in how.layouts.items():
-        if getattr(own.get(name), "_layout", None) is not layout:
-            raise NotTracedError("its parameters are not those that the style has distributed")
+    if not are_planned(own, how.layouts.items(), InterceptedTensor):
+        raise NotTracedError("its parameters are not those that the style has distributed")
     return Layer(module, how, own)
 
 
@@ -66,7 +66,7 @@ class Layer(GraphCell):
 
     def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
         super().__init__(own)
-        ranks = Ranks(how.group, how.size, how.rank)
+        ranks = Ranks(how)
         takes: Any = how.given if how.takes == KEPT else how.takes
         gives: Any = takes if how.gives == KEPT else how.gives
         wanted: Any = gives if how.wanted == KEPT else how.wanted

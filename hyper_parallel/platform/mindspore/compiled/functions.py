@@ -15,7 +15,7 @@ from typing import Any
 
 from mindspore import Tensor, mint, nn, ops
 
-from hyper_parallel.platform.contract.programs import STEPS, step_between
+from hyper_parallel.platform.contract.programs import STEPS, Program, step_between
 from hyper_parallel.platform.mindspore.basics.private import GlobalComm
 from hyper_parallel.platform.mindspore.processes.launch import device_target
 
@@ -23,15 +23,10 @@ __all__ = ["Ranks", "Same", "ScatterAndAdd", "Step", "step_cell"]
 
 
 class Ranks:
-    """Group, its size and this rank, for the cells below.
+    """Group of a program, its size and this rank, for the cells below."""
 
-    Args:
-        group: name of the group.
-        size, rank: number of ranks in the group, and this rank.
-    """
-
-    def __init__(self, group: str, size: int, rank: int) -> None:
-        self.group, self.size, self.rank = group, size, rank
+    def __init__(self, how: Program) -> None:
+        self.group, self.size, self.rank = how.group, how.size, how.rank
 
 
 class Same(nn.Cell):

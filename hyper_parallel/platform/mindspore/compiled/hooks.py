@@ -7,8 +7,7 @@ from typing import Any
 
 from mindspore import Tensor, nn
 
-from hyper_parallel.platform.contract import CompiledInputs, Conversion
-from hyper_parallel.platform.contract.programs import KEPT, Program
+from hyper_parallel.platform.contract import Conversions, Program
 from hyper_parallel.platform.mindspore.compiled.forwards import (
     GraphCell,
     NotTracedError,
@@ -23,16 +22,12 @@ __all__ = ["make_surrounded"]
 
 
 class _Conversion(GraphCell):
-    """Conversion of one input or output to another layout."""
+    """Conversion of one input or output of ``module``: a program without operation."""
 
-    def __init__(self, module: Any, how: CompiledInputs, one: Conversion) -> None:
+    def __init__(self, module: Any, how: Program) -> None:
         super().__init__()
-        self.move = step_cell(Ranks(how.group, how.size, how.rank), one.given, one.wanted)
-        about = Program(
-            how.mesh, how.group, how.size, how.rank, one.given, one.wanted, KEPT, KEPT, how.local, {},
-            compare=one.compare,
-        )  # fmt: skip
-        self.check = ShapeCheck(module, about, one.wanted)
+        takes: Any = how.takes
+        self.move, self.check = step_cell(Ranks(how), how.given, takes), ShapeCheck(module, how, takes)
 
     def construct(self, x: Tensor) -> Tensor:
         self.check(x.shape, x.dtype)
@@ -46,8 +41,8 @@ class _Surrounded(GraphCell):
         self,
         module: nn.Cell,
         body: nn.Cell,
-        inputs: Sequence[CompiledInputs],
-        outputs: Sequence[CompiledInputs],
+        inputs: Sequence[Conversions],
+        outputs: Sequence[Conversions],
         reads: dict[int, nn.Cell],
     ) -> None:
         super().__init__()
@@ -78,20 +73,20 @@ class _Surrounded(GraphCell):
         return found
 
 
-def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
+def _slots(module: nn.Cell, hooks: Sequence[Conversions]) -> list[nn.Cell]:
     """Return a conversion for each of the first inputs, or for each output."""
     if not hooks:
         return []
     if len(hooks) > 1:
         raise NotTracedError("several styles convert its inputs or its outputs")
     (how,) = hooks
-    if not how.local:
-        raise NotTracedError("a style gives it DTensors: give that style use_local_output=True")
     cells: list[nn.Cell] = [Same() for _ in range(how.count)]
-    for one in how.conversions:
-        if not isinstance(one.key, int):
+    for key, program in how.programs:
+        if not program.local:
+            raise NotTracedError("a style gives it DTensors: give that style use_local_output=True")
+        if not isinstance(key, int):
             raise NotTracedError("a style converts inputs that are given by keyword")
-        cells[one.key] = _Conversion(module, how, one)
+        cells[key] = _Conversion(module, program)
     return cells
 
 
@@ -114,7 +109,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, Program]) -> GraphCel
     body = _copied(module)
     for position, names in shared_inputs(original_class(module), frozenset(columns)).items():
         how = columns[min(names)]
-        reads[position] = step_cell(Ranks(how.group, how.size, how.rank), None, None, for_parts=True)
+        reads[position] = step_cell(Ranks(how), None, None, for_parts=True)
         for name in names:
             layer = make_cell(module._cells[name], columns[name])
             layer.read = Same()

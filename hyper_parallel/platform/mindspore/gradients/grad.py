@@ -118,14 +118,10 @@ def wrap_gradients(gradients: Any, sources: Any) -> Any:
     layout = getattr(sources, "_layout", None)
     if layout is None or not isinstance(gradients, Tensor) or getattr(gradients, "_layout", None) is not None:
         return gradients
-    platform = layout.mesh.platform
     if gradients.dtype != sources.dtype:
         # MindSpore returns zeros in single precision for unused tensors.
         gradients = gradients.astype(sources.dtype)
-    if layout.summed_mesh_dims:
-        with platform.no_dispatch():
-            gradients = InterceptedTensor._core.to_owner(gradients, layout)
-    return platform.wrap(platform.alias(gradients), layout.cotangent)
+    return InterceptedTensor._core.for_user(gradients, layout)
 
 
 def _sources(args: tuple, grad_position: Any, weights: Any) -> Any:

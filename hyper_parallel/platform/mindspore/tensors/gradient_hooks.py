@@ -17,26 +17,8 @@ class _GradientHook:
         self.hook, self._layout, self._core = hook, x._layout, x._core
 
     def __call__(self, gradient: Any) -> Any:
-        layout, platform = self._layout, self._layout.mesh.platform
-        if layout.summed_mesh_dims:
-            with platform.no_dispatch():
-                gradient = self._core.to_owner(gradient, layout)
-        result = self.hook(platform.wrap(platform.alias(gradient), layout.cotangent))
-        given = getattr(result, "_layout", None)
-        if given is None:
-            raise TypeError(
-                "what a hook returns for the gradient of a distributed tensor must be distributed too, with placements "
-                f"{list(layout.cotangent.placements)}, got {type(result).__name__}: use distribute_tensor or "
-                "DTensor.from_local"
-            )
-        if tuple(given.shape) != tuple(layout.shape):
-            raise ValueError(
-                f"a hook returns a gradient of shape {tuple(given.shape)} for a tensor of shape {tuple(layout.shape)}"
-            )
-        if given is not layout.cotangent:
-            result = result.redistribute(placements=layout.cotangent.placements)
-        with platform.no_dispatch():
-            return self._core.to_summands(Tensor._make_subclass(Tensor, result), layout)
+        found = self._core.through_hook(self.hook, gradient, self._layout)
+        return gradient if found is None else found
 
 
 def register_hook(x: Any, hook: Callable[[Any], Any]) -> Any:

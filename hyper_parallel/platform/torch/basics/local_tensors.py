@@ -38,6 +38,7 @@ class LocalVerbs(Platform):
     masked_fill: Any = staticmethod(Tensor.masked_fill)
     to_dtype: Any = staticmethod(Tensor.to)
     log: Any = staticmethod(Tensor.log)
+    as_index: Any = staticmethod(Tensor.long)
 
     def clone(self, x: Tensor) -> Tensor:
         """Return a contiguous copy."""

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program
+from hyper_parallel.platform.contract.programs import KEPT, SUMMANDS, Program, are_planned
 from hyper_parallel.platform.imports import when_imported
-from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.platform.torch.compiled.moves import INPUT, Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, part_class, plain
@@ -71,7 +70,7 @@ def _read_of(module: Any, cls: type) -> tuple:
 
 def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] | None:
     """Return ``run`` of `make_run`: the input step, the operation and the output step of a program."""
-    moves = Moves(how.mesh, how.group, how.size, how.rank, how.local)
+    moves = Moves(how)
     operate = _operation(module, cls, how, moves)
     if operate is None:
         return None
@@ -101,9 +100,8 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
         own = module._parameters
         if isinstance(found, str):
             return found
-        for name, layout in planned:
-            if not _is_planned(own.get(name), layout):
-                return _PARAMETERS
+        if not are_planned(own, planned, moves.dtensor):
+            return _PARAMETERS
         x, cut = found
         if (keeps and cut is None) or not (keeps or takes is None or -x.ndim <= takes < x.ndim):
             return INPUT
@@ -152,13 +150,6 @@ def original_class(module: nn.Module) -> type:
     while "_quick" in cls.__dict__:
         cls = cls.__bases__[-1]
     return cls
-
-
-def _is_planned(p: Any, layout: Any) -> bool:
-    """Return whether a parameter is still as planned: the plan's DTensor, or None if there was no parameter."""
-    if layout is None or p is None:
-        return p is layout
-    return isinstance(p, State.tensor_class.__bases__[0]) and p._layout is layout
 
 
 def is_simple(embedding: Any) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hyper_parallel.platform.contract import CompiledInputs
+from hyper_parallel.platform.contract import Conversions
 from hyper_parallel.platform.torch.compiled.moves import Moves, shards_of
 from hyper_parallel.platform.torch.compiled.placed import Outside, Shared
 from hyper_parallel.platform.torch.compiled.tracing import is_tracing
@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.compiled.tracing import is_tracing
 __all__ = ["around_calls", "compiled_hook", "share_inputs"]
 
 
-def compiled_hook(hook: Callable[..., Any], how: CompiledInputs | None) -> Callable[..., Any]:
+def compiled_hook(hook: Callable[..., Any], how: Conversions | None) -> Callable[..., Any]:
     """Return ``hook`` in a form that torch's compiler can trace. See `CompilerRole.compiled_hook`. Hooks with equal
     conversions share the function ``traced``. Compiled frames guard on it, so equivalent modules share their graph."""
     convert = None if how is None else _shared_conversion(how)
@@ -79,19 +79,18 @@ def around_calls(
     return take_away
 
 
-def _shared_conversion(how: CompiledInputs) -> Callable[..., Any]:
+def _shared_conversion(how: Conversions) -> Callable[..., Any]:
     kept: dict[Any, Any] = vars(how.mesh).setdefault("_compiled_hooks", {})
     if how.key not in kept:
         kept[how.key] = _conversion(how)
     return kept[how.key]
 
 
-def _conversion(how: CompiledInputs) -> Callable[..., Any]:
-    moves, local, count = Moves(how.mesh, how.group, how.size, how.rank, how.local), how.local, how.count
+def _conversion(how: Conversions) -> Callable[..., Any]:
+    count = how.count
+    slots: list[Any] = [(key, Moves(one), one.given, one.takes, shards_of(one.compare)) for key, one in how.programs]
 
-    slots: list[Any] = [(slot.key, slot.given, slot.wanted, shards_of(slot.compare)) for slot in how.conversions]
-
-    def one(module: Any, x: Any, given: int | None, wanted: int | None, shards: Any) -> Any:
+    def one(module: Any, x: Any, moves: Moves, given: int | None, wanted: int | None, shards: Any) -> Any:
         found = moves.take(x, given, module, shards)
         if isinstance(found, str):
             return None
@@ -100,7 +99,7 @@ def _conversion(how: CompiledInputs) -> Callable[..., Any]:
             if not -x.ndim <= wanted < x.ndim:
                 return None
             wanted = wanted % x.ndim
-        if cut is not None and wanted is None and not local and moves.size > 1:
+        if cut is not None and wanted is None and not moves.local and moves.size > 1:
             return moves.give_gathered(x, cut)
         y = moves.bring(x, cut, wanted)
         return None if y is None else moves.give(y, wanted)

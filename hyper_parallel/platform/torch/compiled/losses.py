@@ -1,4 +1,4 @@
-"""Cross entropy over sharded classes as torch's compiler traces it: the computation of `vocab_parallel` in core.
+"""Cross entropy over sharded classes as torch's compiler traces it: `ClassLosses` of core, on plain tensors.
 
 Forward takes two all-reduces: one of the largest logits, and one of all sums. Backward takes none. Calls that do not
 fit are left to eager mode, which raises the error.
@@ -6,7 +6,6 @@ fit are left to eager mode, which raises the error.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,13 +27,21 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class Found:
-    """The facts of `ClassShards`, the shards that ranks compare, and the class of a replicated `Placed`."""
+    """The facts of `ClassShards` for a compiled loss.
+
+    Attributes:
+        group, ranks, total, offset, size: see `ClassShards`.
+        dim: dimension of the classes.
+        shards: shards that ranks compare.
+        whole: class of a replicated `Placed`.
+    """
 
     group: str
-    size: int
+    ranks: int
+    dim: int
     total: int
-    first: int
-    count: int
+    offset: int
+    size: int
     shards: Shards
     whole: type
 
@@ -49,19 +56,25 @@ class Options:
 
 
 @kept_on_mesh
-def _found(mesh: Any, own: int, dim: int | None, vocab_size: int | None) -> Found | None:
+def _found(mesh: Any, own: int, at: int, dim: int | None, vocab_size: int | None) -> Found | None:
     c = State.core.class_shards(mesh, own, dim, vocab_size)
     if c is None:
         return None
-    whole = placed_class(mesh, c.size, None)
-    return Found(c.group().group_name, c.size, c.total, c.first, c.count, Shards(c.compare), whole)
+    whole = placed_class(mesh, c.ranks, None)
+    return Found(c.group().group_name, c.ranks, at, c.total, c.offset, c.size, Shards(c.compare), whole)
 
 
-def _find(number: int, own: int, dim: int | None, vocab_size: int | None) -> Found | None:
+def _find(number: int, own: int, at: int, dim: int | None, vocab_size: int | None) -> Found | None:
     """Return the `Found` for local logits with ``own`` classes on this rank. Return None for a loss left to eager mode.
-    ``number`` is the ``id()`` of the mesh."""
+
+    Args:
+        number: ``id()`` of the mesh.
+        own: number of classes of this rank.
+        at: dimension of the classes.
+        dim, vocab_size: arguments of the loss.
+    """
     mesh = State.core.mesh_with_id(number)
-    found: Found | None = None if mesh is None else _found(mesh, own, dim, vocab_size)
+    found: Found | None = None if mesh is None else _found(mesh, own, at, dim, vocab_size)
     return found
 
 
@@ -76,6 +89,7 @@ _is_loss_parallel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 def trace_losses() -> None:
     """Let torch's compiler, which is already imported, trace ``vocab_parallel_cross_entropy``."""
+    Traced.losses = State.core.class_losses(TracedVerbs, _largest, _sums)
     State.core.watch_losses_of_shards(_trace)
 
 
@@ -97,10 +111,10 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
             dim is None or -local_logits.ndim <= dim < local_logits.ndim
         ):
             at = min(1, local_logits.ndim - 1) if dim is None else dim % local_logits.ndim
-            found = _find(id(mesh), local_logits.shape[at], dim, vocab_size)
+            found = _find(id(mesh), local_logits.shape[at], at, dim, vocab_size)
             if found is not None:
                 x = mark(local_logits, found.shards.key, "vocab_parallel_cross_entropy")
-                y = loss_of_classes(x, target, weight, at, found, options)
+                y = loss_of_classes(x, target, weight, found, options)
                 if y is not None:
                     return y
         more = {"dim": dim, "vocab_size": vocab_size, "weight": weight, "ignore_index": ignore_index}
@@ -122,108 +136,93 @@ def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
     return options.reduction in _REDUCTIONS and 0.0 <= options.smoothing <= 1.0
 
 
-def loss_of_classes(
-    x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Found, options: Options
-) -> Tensor | None:
+class TracedVerbs:
+    """The verbs of `LocalVerbs` that losses call, each in a form that the compiler differentiates."""
+
+    narrow, masked_fill, to_dtype = map(staticmethod, (Tensor.narrow, Tensor.masked_fill, Tensor.to))
+    log, unsqueeze = map(staticmethod, (Tensor.log, Tensor.unsqueeze))
+
+    @staticmethod
+    def shape_of(x: Tensor) -> tuple[int, ...]:
+        return x.shape
+
+    @staticmethod
+    def zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_zeros(shape)
+
+    @staticmethod
+    def ones(shape: tuple[int, ...], like: Tensor) -> Tensor:
+        return like.new_ones(shape)
+
+    @staticmethod
+    def sum_along(x: Tensor, dim: int) -> Tensor:
+        return x.sum(dim, keepdim=True)
+
+    @staticmethod
+    def shifted_exp(x: Tensor, shift: Tensor) -> Tensor:
+        return (x - shift).exp()
+
+    @staticmethod
+    def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+        return x.gather(dim, index)
+
+
+class Traced:
+    """The losses of core as the compiler traces them. `trace_losses` sets them."""
+
+    losses: Any = None
+
+
+def _largest(x: Tensor, classes: Found) -> Tensor:
+    return largest_of(x.detach().amax(classes.dim, keepdim=True), classes.ranks, classes.group)
+
+
+def _sums(parts: list[Tensor], classes: Found) -> list[Tensor]:
+    if classes.ranks == 1:
+        return parts
+    return list(sum_up(torch.stack(parts), classes.group).unbind(0))
+
+
+def loss_of_classes(x: Tensor, target: Tensor, weight: Tensor | None, classes: Found, options: Options) -> Any:
     """Return the cross entropy of plain local logits, or None where the operands do not fit.
 
     Args:
         x, target: local logits, and the target: class indices, or this rank's shard of the probabilities.
         weight: weights of all classes.
-        dim: dimension of the classes.
         classes: this rank's classes.
         options: options of ``cross_entropy``.
     """
-    probabilities, smoothing, total = target.is_floating_point(), options.smoothing, classes.total
-    samples = (*x.shape[:dim], *x.shape[dim + 1 :])
+    losses, dim, smoothing = Traced.losses, classes.dim, options.smoothing
+    probabilities, samples = target.is_floating_point(), (*x.shape[:dim], *x.shape[dim + 1 :])
     if tuple(target.shape) != (tuple(x.shape) if probabilities else samples):
         return None
-    if weight is not None and (tuple(weight.shape) != (total,) or (weight.requires_grad and not probabilities)):
+    if weight is not None and (tuple(weight.shape) != (classes.total,) or (weight.requires_grad and not probabilities)):
         return None
     z = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-    weight = None if weight is None else weight.to(z.dtype)
-    z = z - largest_of(z.detach().amax(dim, keepdim=True), classes.size, classes.group)
-    exponentials = z.exp().sum(dim)
     if probabilities:
-        soft = target.to(z.dtype)
-        if smoothing:
-            soft = soft * (1.0 - smoothing) + smoothing / total
-        if weight is not None:
-            soft = soft * _beside(weight.narrow(0, classes.first, classes.count), z, dim)
-        parts = [exponentials, (soft * z).sum(dim), soft.sum(dim)]
-        exponentials, dot, mass = _sums(parts, classes)
-        loss = mass * exponentials.log() - dot
-        return _reduced(loss, options.reduction, loss.numel()).to(x.dtype)
-    rows, elsewhere = _rows(target, classes)
-    logit = z.gather(dim, rows.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0.0)
-    parts = [exponentials, logit]
-    if smoothing:
-        own = None if weight is None else _beside(weight.narrow(0, classes.first, classes.count), z, dim)
-        parts.append((z if own is None else z * own).sum(dim))
-    exponentials, logit, *of_all = _sums(parts, classes)
-    log_sum = exponentials.log()
-    ignored, wrong = _checked(target, total, options.ignore_index)
-    weights = _weights(target, weight, ignored | wrong, z)
-    loss = weights * (1.0 - smoothing) * (log_sum - logit)
-    if smoothing:
-        mass = float(total) if weight is None else weight.sum()
-        loss = loss + (log_sum * mass - of_all[0]) * (smoothing / total)
-    loss = loss.masked_fill(ignored, 0.0).masked_fill(wrong, math.nan)
-    return _reduced(loss, options.reduction, weights.masked_fill(ignored, 0.0).sum()).to(x.dtype)
+        _, _, _, loss = losses.of_probabilities(z, target, weight, classes, smoothing, whole_weight=True)
+        count = loss.numel()
+    else:
+        target = target.long()
+        masks = losses.masks(target, classes, options.ignore_index)
+        found = losses.of_classes(z, target, masks, weight, classes, smoothing, whole_weight=True)
+        loss, count = found.loss, found.weights.sum()
+    return losses.reduced(loss.reshape(samples), options.reduction, count).to(x.dtype)
 
 
-def _nll(x: Tensor, target: Tensor, weight: Tensor | None, dim: int, classes: Found, options: Options) -> Any:
+def _nll(x: Tensor, target: Tensor, weight: Tensor | None, classes: Found, options: Options) -> Any:
     """Return the loss of log-probabilities, or None where the operands do not fit."""
+    losses, dim = Traced.losses, classes.dim
     if tuple(target.shape) != (*x.shape[:dim], *x.shape[dim + 1 :]) or target.is_floating_point():
         return None
     if weight is not None and (tuple(weight.shape) != (classes.total,) or weight.requires_grad):
         return None
-    rows, elsewhere = _rows(target, classes)
-    ignored, wrong = _checked(target, classes.total, options.ignore_index)
-    weights = _weights(target, None if weight is None else weight.to(x.dtype), ignored | wrong, x)
-    loss = -x.gather(dim, rows.unsqueeze(dim)).squeeze(dim).masked_fill(elsewhere, 0.0) * weights
-    loss = loss.masked_fill(ignored, 0.0).masked_fill(wrong, math.nan)
+    each, shape, target = options.reduction == "none", target.shape, target.long()
+    masks = losses.masks(target, classes, options.ignore_index)
+    loss, weights = losses.nll(x, target, masks, weight, classes, whole_weight=True)
     # Reduced over samples before the all-reduce, so that only one number is sent.
-    each = options.reduction == "none"
-    (loss,) = _sums([loss if each else loss.sum()], classes)
-    return loss / weights.masked_fill(ignored, 0.0).sum() if options.reduction == "mean" else loss
-
-
-def _sums(parts: list[Tensor], classes: Found) -> list[Tensor]:
-    if classes.size == 1:
-        return parts
-    return list(sum_up(torch.stack(parts), classes.group).unbind(0))
-
-
-def _rows(target: Tensor, classes: Found) -> tuple[Tensor, Tensor]:
-    """Return the targets as indices into this rank's classes, and a mask of the targets on other ranks. Masked targets
-    have index 0."""
-    rows = target.long() - classes.first
-    elsewhere = (rows < 0) | (rows >= classes.count)
-    return rows.masked_fill(elsewhere, 0), elsewhere
-
-
-def _checked(target: Tensor, total: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """Return a mask of ignored samples, and a mask of samples whose target is not a class."""
-    ignored = target == ignore_index
-    return ignored, ((target < 0) | (target >= total)) & ~ignored
-
-
-def _weights(target: Tensor, weight: Tensor | None, without: Tensor, like: Tensor) -> Tensor:
-    """Return the weight of each sample. Samples masked by ``without`` get an arbitrary weight."""
-    if weight is None:
-        return torch.ones_like(target, dtype=like.dtype)
-    return weight[target.long().masked_fill(without, 0)]
-
-
-def _beside(weight: Tensor, x: Tensor, dim: int) -> Tensor:
-    return weight.view([-1 if d == dim else 1 for d in range(x.ndim)])
-
-
-def _reduced(loss: Tensor, reduction: str, count: Any) -> Tensor:
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / count
+    (loss,) = _sums([loss.reshape(shape) if each else loss.sum()], classes)
+    return loss / weights.sum() if options.reduction == "mean" else loss
 
 
 # ----------------------------------------------------------------------------------- losses of distributed logits
@@ -246,8 +245,8 @@ def _of_placed(
     x, options = input.to_local(), Options(reduction, ignore_index, label_smoothing)
     if not _fits(x, target, weight, options):
         return None
-    found = _find(id(mesh), x.shape[dim], None, None)
+    found = _find(id(mesh), x.shape[dim], dim, None, None)
     if found is None:
         return None
-    loss = (_nll if nll else loss_of_classes)(x, target, weight, dim, found, options)
+    loss = (_nll if nll else loss_of_classes)(x, target, weight, found, options)
     return None if loss is None else loss.as_subclass(found.whole)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hyper_parallel.platform.contract.programs import Comparison, step_between
+from hyper_parallel.platform.contract.programs import Comparison, Program, step_between
 from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import functions
 from hyper_parallel.platform.torch.compiled.comparisons import NUMBER, Shards, mark
@@ -50,18 +50,13 @@ def placed_classes(mesh: Any, size: int) -> dict[int | None, type]:
 
 
 class Moves:
-    """Communication of one style on its 1-D mesh.
+    """Communication of one program on its 1-D mesh."""
 
-    Args:
-        mesh, size, rank: mesh of the style, its size, and this rank.
-        group: process group of the mesh, as core gets it.
-        local: whether the outputs are plain tensors.
-    """
-
-    def __init__(self, mesh: Any, group: Any, size: int, rank: int, local: bool) -> None:
-        self.mesh, self.size, self.rank, self.local, self.group = mesh, size, rank, local, group().group_name
+    def __init__(self, how: Program) -> None:
+        self.mesh, self.size, self.rank, self.local = how.mesh, how.size, how.rank, how.local
+        self.group = how.group().group_name
         # Made here, because a class cannot be created while a frame is traced.
-        self.placed, self.gathered = _classes(mesh, size)
+        self.placed, self.gathered = _classes(how.mesh, how.size)
         self.dtensor = State.tensor_class.__bases__[0]
 
     def take(

@@ -25,13 +25,13 @@ from hyper_parallel.platform.torch.compiled.running import running
 __all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
 
 #: Folders and files of this library that work on DTensors themselves, and stay uncompiled. In the backend, only code
-#: for the compiler, and code that calls it, is compiled.
+#: for the compiler, and code that calls it, is compiled. Of the rules, only losses on local tensors are compiled.
 _NOT_COMPILED = (
     *("core/modes.py", "core/observers.py", "core/trees.py", "core/mesh/", "core/layouts/", "core/communication/"),
-    *("core/rules/", "core/operations/", "core/plain_code/", "core/dtensor/", "core/data_parallel/"),
-    "core/tensor_parallel/loss.py",
+    *("core/operations/", "core/plain_code/", "core/dtensor/", "core/data_parallel/", "core/tensor_parallel/loss.py"),
 )
 _COMPILED = {"class_losses.py", "compiled", "compiler", "basics/counter.py", "basics/wrappers.py", "modules/calls.py"}
+_COMPILED_RULES = {"class_losses.py"}
 
 #: Attribute that `torch._dynamo.mark_static` sets.
 _STATIC = "_dynamo_static_indices"
@@ -40,20 +40,25 @@ _STATIC = "_dynamo_static_indices"
 def not_compiled(skipped: Any) -> tuple[str, ...]:
     """Return path prefixes to add to the list of files that the compiler skips."""
     backend, root = Path(__file__).parents[1], Path(__file__).parents[3]
-    return (*(f"{root}/{name}" for name in _NOT_COMPILED), *_all_but(_COMPILED, backend, backend))
+    rules = root / "core" / "rules"
+    return (
+        *(f"{root}/{name}" for name in _NOT_COMPILED),
+        *_all_but(_COMPILED_RULES, rules, rules),
+        *_all_but(_COMPILED, backend, backend),
+    )
 
 
-def _all_but(compiled: set[str], folder: Path, backend: Path) -> Iterator[str]:
-    """Yield paths of a folder of the backend without the compiled ones. A subfolder without compiled files is one
-    path."""
+def _all_but(compiled: set[str], folder: Path, top: Path) -> Iterator[str]:
+    """Yield paths of ``folder`` without the compiled ones, which are named from ``top``. A subfolder without compiled
+    files is one path."""
     for path in sorted(folder.iterdir()):
-        name = path.relative_to(backend).as_posix()
+        name = path.relative_to(top).as_posix()
         if path.name[:2] == "__" or name in compiled:
             continue
         if not path.is_dir():
             yield str(path)
         elif any(other.startswith(f"{name}/") for other in compiled):
-            yield from _all_but(compiled, path, backend)
+            yield from _all_but(compiled, path, top)
         else:
             yield f"{path}/"
 

@@ -19,10 +19,11 @@ from hyper_parallel.platform.torch.compiled.comparisons import NUMBER
 
 __all__ = ["is_manager", "with_few_guards"]
 
-#: Modules of this backend, the list of steps, and classes of `placed`, as frames name them.
+#: Modules of this backend, the list of steps, traced losses, and classes of `placed`, as frames name them.
 _OWN = (
     "G['__import_hyper_parallel_dot_platform_dot_torch_dot_",
     "G['__import_hyper_parallel_dot_platform_dot_contract_dot_programs'",
+    "G['__import_hyper_parallel_dot_core_dot_rules_dot_class_losses'",
     "G['__subclass_Placed_",
 )
 #: Where a module holds functions of styles: which say so by `of_style`.

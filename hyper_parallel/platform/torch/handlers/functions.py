@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, layout_of, wrap
+from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, layout_of
 from hyper_parallel.platform.torch.compiled.running import localize
 
 __all__ = ["hooked_apply"]
@@ -75,7 +75,7 @@ def _hook_node(args: tuple, results: tuple) -> None:
 
     def distribute(cotangents: tuple) -> tuple:
         return tuple(
-            g if g is None or layout is None or is_dtensor(g) else _tagged(g, layout)
+            g if g is None or layout is None or is_dtensor(g) else State.core.for_user(g, layout)
             for g, layout in zip(cotangents, outputs, strict=True)
         )
 
@@ -84,14 +84,6 @@ def _hook_node(args: tuple, results: tuple) -> None:
 
     node.register_prehook(distribute)
     node.register_hook(localize)
-
-
-def _tagged(cotangent: Any, layout: Any) -> Any:
-    with no_dispatch():
-        if layout.summed_mesh_dims:
-            cotangent = State.core.to_owner(cotangent, layout)
-        cotangent = cotangent.view_as(cotangent)
-    return wrap(cotangent, layout.cotangent)
 
 
 def _local(cotangent: Any, layout: Any) -> Any:

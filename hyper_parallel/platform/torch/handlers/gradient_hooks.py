@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, replaces, wrap
-from hyper_parallel.platform.torch.handlers.gradients import as_cotangent, as_owned
+from hyper_parallel.platform.torch.basics.tensor import State, replaces
 
 __all__ = ["keep_hooks"]
 
@@ -31,17 +30,7 @@ class _GradientHook:
         return _GradientHook(self._hook, layout)
 
     def __call__(self, gradient: Any) -> Any:
-        if gradient is None:
-            return None
-        if not is_dtensor(gradient):
-            gradient = wrap(as_owned(gradient, self._layout), self._layout.cotangent)
-        result = self._hook(gradient)
-        if result is None:
-            return None
-        result = as_cotangent(result, self._layout, "what a hook returns for the gradient")
-        with no_dispatch():
-            result = result.as_subclass(Tensor)
-            return State.core.to_summands(result, self._layout)
+        return None if gradient is None else State.core.through_hook(self._hook, gradient, self._layout)
 
 
 class _AccumulatedHook:

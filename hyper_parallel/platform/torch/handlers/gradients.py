@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.basics.private import make_grads, run_engine
 from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 from hyper_parallel.platform.torch.gradients.autograd import telling_engine
 
-__all__ = ["as_cotangent", "as_owned", "forget_data"]
+__all__ = ["forget_data"]
 
 _run_engine = telling_engine(run_engine)
 
@@ -50,7 +50,7 @@ def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
     if gradient is not None:
         if not isinstance(gradient, Tensor):
             raise TypeError(f"a gradient must be a tensor or None, got {type(gradient).__name__}")
-        gradient = as_cotangent(gradient, x._layout, "a gradient")
+        gradient = State.core.as_cotangent(gradient, x._layout, "a gradient")
     with no_dispatch():
         func(x, gradient)
 
@@ -166,15 +166,7 @@ def _wrap_result(gradient: Any, x: Any, materialize: bool, create_graph: bool) -
     layout = layout_of(x)
     if layout is None:
         return gradient
-    return wrap(as_owned(gradient, layout), layout.cotangent)
-
-
-def as_owned(gradient: Any, layout: Any) -> Any:
-    """A new plain tensor with the gradient that reached a tensor of ``layout``, to be shown to the user."""
-    with no_dispatch():
-        if layout.summed_mesh_dims:
-            gradient = State.core.to_owner(gradient, layout)
-        return gradient.view_as(gradient)
+    return State.core.for_user(gradient, layout)
 
 
 def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
@@ -207,7 +199,7 @@ def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
 def _root_cotangent(x: Any, gradient: Any) -> Any:
     """Return the local cotangent with which backward starts at the DTensor ``x``."""
     if gradient is not None:
-        gradient = as_cotangent(gradient, x._layout, "the gradient passed to backward")
+        gradient = State.core.as_cotangent(gradient, x._layout, "the gradient passed to backward")
         with no_dispatch():
             return gradient.as_subclass(Tensor)
     if not x.requires_grad:
@@ -218,21 +210,6 @@ def _root_cotangent(x: Any, gradient: Any) -> Any:
         )
     with no_dispatch():
         return torch.ones_like(x)
-
-
-def as_cotangent(gradient: Any, layout: Any, what: str) -> Any:
-    """Redistribute a gradient to the layout of gradients of a tensor with ``layout``; errors call it ``what``."""
-    wanted = layout.cotangent
-    if not is_dtensor(gradient):
-        raise TypeError(
-            f"{what} of a distributed tensor must be distributed too, with placements {list(wanted.placements)}: use "
-            "distribute_tensor or DTensor.from_local"
-        )
-    if gradient._layout is wanted:
-        return gradient
-    if tuple(gradient.shape) != tuple(layout.shape):
-        raise ValueError(f"{what} has shape {tuple(gradient.shape)}, the tensor {tuple(layout.shape)}")
-    return gradient.redistribute(placements=list(wanted.placements))
 
 
 def _to_tuple(x: Any) -> tuple:

@@ -20,7 +20,6 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.basics.private import is_or_disables
 from hyper_parallel.platform.torch.basics.tensor import State, wrap
-from hyper_parallel.platform.torch.handlers.gradients import as_cotangent
 from hyper_parallel.platform.torch.op_table.binding import words
 
 __all__ = ["COUNTERS", "ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
@@ -237,7 +236,7 @@ class _LocalStep:
             for i, (p, g) in enumerate(zip(parameters, gradients, strict=True)):
                 if type(g) is tensor_class and g._layout is not p._layout:
                     with torch._C._EnableTorchFunction():
-                        gradients[i] = as_cotangent(g, p._layout, "a gradient")
+                        gradients[i] = State.core.as_cotangent(g, p._layout, "a gradient")
             gradients = [g for g in gradients if type(g) is tensor_class]
         self._make_plain(list(gradients))
 
