@@ -20,6 +20,8 @@ from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_row
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.report import Report
+from hyper_parallel.core.plain_code.sizes import Roots, number_problem, sizes_of_part
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
@@ -36,30 +38,23 @@ _VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
 FOLLOWING: list[Following] = []
 
 
-class Following:
-    """A followed program and its report. ``print`` shows the report. It is true if there are no findings.
+class Following(Report):
+    """A followed program and its report. See `Report`.
 
     The backend reports operations. DTensors report conversions from and to plain tensors.
 
     Attributes:
-        findings: the findings in order of discovery, without duplicates.
-        unknown: name of an operation that could not be followed -> number of calls.
-        notes: fact that is not a finding -> number of times.
-        asked: number of judged operations.
         paused: number of styled modules whose calls are running.
         on_reached: function to call if there are `reached` findings, before a styled module communicates; or None.
     """
 
     def __init__(self, model: Any, platform: Platform) -> None:
+        super().__init__()
         self._platform = platform
         self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
         self._framework = folder_of(platform.Tensor)
-        self._found: dict[Finding, int] = {}
-        self._reached: set[Finding] = set()
-        self.unknown: dict[str, int] = {}
-        self.notes: dict[str, int] = {}
-        self.asked, self.paused = 0, 0
+        self.paused = 0
         self.on_reached: Callable[[], None] | None = None
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
@@ -67,27 +62,18 @@ class Following:
         self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
         self._kept: tuple[Mark | None, ...] = ()
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Return the findings in order of discovery."""
-        return list(self._found)
-
-    @property
-    def reached(self) -> list[Finding]:
-        """Return the findings that affect a styled module or the output of the model. Other findings affect values
-        that the model does not use, such as a number for a log."""
-        return [finding for finding in self._found if finding in self._reached]
+        self._roots: Roots = {}
 
     @property
     def is_here(self) -> bool:
         """Return whether the program runs in the caller's thread. Programs in other threads are not followed."""
         return self._thread == threading.get_ident()
 
-    def __bool__(self) -> bool:
-        return not self._found
-
     # ------------------------------------------------------------------------------------------------ operations
+    def sizes(self, x: Any, given: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape ``given`` of ``x``, which a program reads. This implements `Follower.sizes`."""
+        return sizes_of_part(ways_of(x), given, self._roots)
+
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
         """Run an operation, judge it and mark its results. This implements `Follower.operation`."""
         platform, title = self._platform, name_of(func)
@@ -133,7 +119,11 @@ class Following:
             shapes = tuple(tuple(y.shape) for y in results)
             asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
             verdict = self._verdict(asked, mesh)
-            findings += tuple(self._find(problem, title) for problem in (*verdict.problems, *verdict.gradients))
+            problems = (*verdict.problems, *verdict.gradients)
+            if not verdict.problems:
+                number = number_problem(title, operands, self._roots, platform.is_floating_point(results[0]))
+                problems += () if number is None else (number,)
+            findings += tuple(self._find(problem, title) for problem in problems)
             for note in verdict.notes:
                 self.notes[note] = self.notes.get(note, 0) + 1
             ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
@@ -355,39 +345,6 @@ class Following:
             return result
 
         return run
-
-    # ------------------------------------------------------------------------------------------------ the report
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON."""
-        return {
-            "right": bool(self),
-            "findings": [{**vars(f), "used": f in self._reached, "times": n} for f, n in self._found.items()],
-            "not_followed": self.unknown,
-            "notes": self.notes,
-            "asked": self.asked,
-        }
-
-    def lines(self) -> list[str]:
-        """Return a line of text for each finding. Equal findings in several modules share a line."""
-        equal: dict[tuple[str, str, str, str], list[Finding]] = {}
-        for f in self._found:
-            equal.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
-        lines = []
-        for same in equal.values():
-            more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
-            unused = (
-                "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
-            )
-            lines.append(f"{same[0]}{more}{unused}")
-        return lines
-
-    def __str__(self) -> str:
-        count = len(self.lines())
-        first = f"{count or 'no'} finding{'s' * (count != 1)} in plain code, of {self.asked} operations"
-        unknown = [f"not followed, {n} times: {name}" for name, n in self.unknown.items()]
-        return "\n".join([first, *self.lines(), *unknown])
-
-    __repr__ = __str__
 
 
 def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:
