@@ -21,7 +21,7 @@ from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of,
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.report import Report
-from hyper_parallel.core.plain_code.sizes import Roots, number_problem, sizes_of_part
+from hyper_parallel.core.plain_code.sizes import Roots, number_problems, sizes_of_part
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
@@ -88,42 +88,40 @@ class Following(Report):
                 self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
-        trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in operands]
+        kind = platform.Tensor
+        trains = [platform.requires_grad(x) if isinstance(x, kind) else None for x in operands]
         result = call()
         target = operands[0] if op.in_place else result
-        results = list(tensors_in(target, platform.Tensor))
-        if not op.in_place:
-            # An operation may return its operand, which keeps its marks.
-            results = [] if any(y is x for y in results for x in operands) else results
+        results = [target] if isinstance(target, kind) else list(tensors_in(target, kind))
+        if not op.in_place and any(y is x for y in results for x in operands):
+            results = []  # an operation may return its operand, which keeps its marks
         if not results:
             if OPERATIONS[op.name].gathers:
                 note = f"{title} reads numbers of a part"
                 self.notes[note] = self.notes.get(note, 0) + 1
             return result
         self.asked += 1
-        marks = [h for x in operands if platform.is_tensor(x) and (h := held(x)) is not None]
-        source = next((h.source for h in marks if h.source), "")
-        described = tuple(
-            Operand(tuple(x.shape), ways_of(x), needs, isinstance(x, platform.Parameter))
-            if platform.is_tensor(x)
-            else None
+        marks: list[Held] = []
+        described: tuple[Operand | None, ...] = tuple(
+            None if needs is None else self._described(x, needs, marks)
             for x, needs in zip(operands, trains, strict=True)
         )
+        source = next((h.source for h in marks if h.source), "")
         if op.name == "cat":  # torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors
             kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
             described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
         mesh = self._mesh_of(described)
         ways: Sequence[Ways] = (WHOLE,) * len(results)
-        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
+        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings)) if any(h.findings for h in marks) else ()
         if mesh is not None:
             shapes = tuple(tuple(y.shape) for y in results)
             asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
             verdict = self._verdict(asked, mesh)
             problems = (*verdict.problems, *verdict.gradients)
-            if not verdict.problems:
-                number = number_problem(title, operands, self._roots, platform.is_floating_point(results[0]))
-                problems += () if number is None else (number,)
-            findings += tuple(self._find(problem, title) for problem in problems)
+            if not verdict.problems and None in described:
+                problems += number_problems(title, operands, self._roots, platform, results[0])
+            if problems:
+                findings += tuple(self._find(problem, title) for problem in problems)
             for note in verdict.notes:
                 self.notes[note] = self.notes.get(note, 0) + 1
             ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
@@ -135,9 +133,17 @@ class Following(Report):
             self._mark_base(operands[0], source, findings)
         return result
 
+    def _described(self, x: Any, trains: bool, marks: list[Held]) -> Operand:
+        """Describe an operand, and append its record to ``marks``."""
+        found = held(x)
+        if found is not None:
+            marks.append(found)
+        parameter = trains and isinstance(x, self._platform.Parameter)
+        return Operand(tuple(x.shape), WHOLE if found is None else found.ways, trains, parameter)
+
     def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
         """Return the verdict on a call. Verdicts are cached, because they do not depend on the values of tensors."""
-        scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
+        scalars = tuple(value for value, x in zip(call.values, call.operands, strict=True) if x is None)
         key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
         try:
             found = _VERDICTS.get((key, call.static, scalars))

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 from hyper_parallel.core.plain_code.findings import Problem
 from hyper_parallel.core.plain_code.marks import Ways
+from hyper_parallel.platform.contract import Platform
 
-__all__ = ["Roots", "number_problem", "sizes_of_part"]
+__all__ = ["Roots", "number_problems", "sizes_of_part"]
 
 _REMEDY = "Take the size of the whole tensor, from the model's configuration or times the number of ranks"
 
@@ -120,14 +121,17 @@ def sizes_of_part(ways: Ways, given: Sequence[int], roots: Roots) -> tuple[int, 
     return tuple(found)
 
 
-def number_problem(title: str, operands: Sequence[Any], roots: Roots, floating: bool) -> Problem | None:
-    """Return the problem of an operation that computes values with a number from a local size, or None.
+def number_problems(
+    title: str, operands: Sequence[Any], roots: Roots, platform: Platform, result: Any
+) -> tuple[Problem, ...]:
+    """Return the problem of an operation that computes values with a number from a local size, as a tuple.
 
     Args:
         title: native name of the operation.
         operands: its operands, with Python numbers.
         roots: see `Roots`. A number that equals one of them may be another number.
-        floating: whether the result is floating point. Integers may be local indices.
+        platform: of the tensors.
+        result: a result of the operation. Integers may be local indices.
     """
     for x in operands:
         found = x if type(x) in (PartSize, PartNumber) else roots.get(x) if type(x) is float else None
@@ -136,5 +140,5 @@ def number_problem(title: str, operands: Sequence[Any], roots: Roots, floating: 
         here, whole = found.read
         one = f", and with {found.whole:.6g} on one device" if found is x else ""
         text = f"{title} computes with {_plain(x):.6g}{one}: a number from the size of a part, {here} of {whole}"
-        return Problem("size", text, _REMEDY, certain=floating and found is x)
-    return None
+        return (Problem("size", text, _REMEDY, certain=found is x and platform.is_floating_point(result)),)
+    return ()
