@@ -50,8 +50,10 @@ def outcome(report: Report, api: Any, mesh: Any) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
+            tools = Tools(api, mesh)
             with api.check_plain_code(torch.nn.Module()) if own else nullcontext() as checked:
-                found = report.program(Tools(api, mesh))
+                tools.check = checked.gives if own else None
+                found = report.program(tools)
             if own and checked.findings:
                 return f"found: {checked.findings[0].text}"
             wrong = [name for name, value in wanted.items() if not _equal(found[name], value)]
@@ -89,7 +91,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         version = torch.__version__.partition("+")[0]
         Path(path).write_text(json.dumps({"torch": version, "outcomes": found}, indent=1))
-    dist.destroy_process_group()
+    if name == "theirs":  # HyperParallel ends its own groups at exit
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

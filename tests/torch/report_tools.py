@@ -21,11 +21,13 @@ class Tools:
         api: module or namespace with torch's names; None on one device.
         mesh: mesh of the ranks.
         ranks: number of ranks, 1 on one device.
+        check: takes the output of each model, if a check of programs asks for it.
     """
 
     def __init__(self, api: Any = None, mesh: Any = None) -> None:
         self.api, self.mesh = api, mesh
         self.ranks = 1 if api is None else mesh.size()
+        self.check: Callable[[Any], None] | None = None
 
     def cut(self, x: Tensor, dim: int | None = None) -> Any:
         """Distribute a tensor: a part along ``dim`` for each rank, or all of it."""
@@ -50,6 +52,8 @@ class Tools:
         """Return the output of a model, and the gradients of its parameters and of a floating-point input."""
         x = x.requires_grad_(x.is_floating_point())
         y = model(x)
+        if self.check is not None:
+            self.check(y)
         y = y.full_tensor() if hasattr(y, "full_tensor") else y
         (weighted(y) if loss is None else loss(y)).backward()
         grads = {f"gradient of {name}": p.grad for name, p in model.named_parameters()}

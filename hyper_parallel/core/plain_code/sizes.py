@@ -17,7 +17,7 @@ from hyper_parallel.platform.contract import Platform
 
 __all__ = ["Roots", "number_problems", "sizes_of_part"]
 
-_REMEDY = "Take the size of the whole tensor, from the model's configuration or times the number of ranks"
+_REMEDY = "Take the size of the whole tensor, from the configuration of the model"
 
 
 #: Square root, or inverse square root, of a local size that was converted to a float -> the size.
@@ -46,9 +46,12 @@ def _method(function: Callable[..., Any]) -> Callable[..., Any]:
             whole = function(*(getattr(x, "whole", x) for x in (self, *others)))
         except (ArithmeticError, ValueError):
             return here
-        if function in (operator.mul, _swapped_mul) and here == self.read[1]:  # the program multiplied by the ranks
-            return here
-        return _of_part(here, whole, self.read, self.roots)
+        found = _of_part(here, whole, self.read, self.roots)
+        if found is not here:
+            # The program may have multiplied by the number of ranks, which gives the global size.
+            times = function in (operator.mul, _swapped_mul) and here == self.read[1]
+            found.sure = not times and all(getattr(x, "sure", True) for x in (self, *others))
+        return found
 
     return method
 
@@ -70,11 +73,13 @@ class _OfPart:
         whole: the number that a single device computes.
         read: local and global size of the dimension.
         roots: see `Roots`.
+        sure: whether the number differs from that of a single device.
     """
 
     whole: float
     read: tuple[int, int]
     roots: Roots
+    sure: bool = True
 
     __add__, __radd__ = _both(operator.add)
     __sub__, __rsub__ = _both(operator.sub)
@@ -140,5 +145,6 @@ def number_problems(
         here, whole = found.read
         one = f", and with {found.whole:.6g} on one device" if found is x else ""
         text = f"{title} computes with {_plain(x):.6g}{one}: a number from the size of a part, {here} of {whole}"
-        return (Problem("size", text, _REMEDY, certain=found is x and platform.is_floating_point(result)),)
+        certain = found is x and found.sure and platform.is_floating_point(result)
+        return (Problem("size", text, _REMEDY, certain=certain),)
     return ()

@@ -260,6 +260,7 @@ WRONG = {
     "summand given": Case(lambda m, x, a: a.sum(m.up(x), -1), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
     "part given": Case(lambda m, x, a: a.relu(m.up(x)), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
     "size": Case(lambda m, x, a: m.down((y := m.up(x)) * y.shape[-1] ** -0.5), "size", ("0.288675", "12 of 24")),
+    "times": Case(lambda m, x, a: m.down((y := m.up(x)) * (2 * y.shape[-1]) ** -0.5), "size", ("0.204124", "12 of 24")),
     "root": Case(lambda m, x, a: m.down((y := m.up(x)) * (1 / math.sqrt(y.shape[-1]))), "size", ("of a part, 12",)),
 }
 RIGHT = {
@@ -293,7 +294,7 @@ RIGHT = {
     ),
     "tokens of a part": Case(routed, plan=BY_TOKEN, modules=ROUTED),
     "given by a style": Case(lambda m, x, a: m.up(x), plan={"up": C()}),
-    "size of the whole": Case(lambda m, x, a: m.down((y := m.up(x)) * (y.shape[-1] * 2) ** -0.5)),
+    "sizes": Case(lambda m, x, a: m.down((y := m.up(x)) * (y.shape[-1] % 4 + y.shape[1]) ** -0.5)),
 }
 
 
