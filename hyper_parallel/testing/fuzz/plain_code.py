@@ -264,7 +264,8 @@ def checked(mesh: Any, seeds: Sequence[int]) -> list[Any]:
     sample and its loss are others than those of `classify`."""
     found = []
     for seed in seeds:
-        sample = np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32)
+        sample = get_adapter().tensor(np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32))
+        sample.requires_grad_()
         sent = pickle.dumps((Program(seed), PLAN, (sample,), {}, None, True))
         try:
             found.append(compare_on_ranks((mesh.size(),), ("tp",), sent))
