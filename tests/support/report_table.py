@@ -28,7 +28,7 @@ RECORD = ROOT / "ci" / "last_reports.json"
 BEGIN = "<!-- made by python -m tests.support.report_table: do not edit -->\n"
 END = "<!-- end of the table -->"
 RANKS = 2
-_LONGEST = 110
+_LONGEST = 90
 
 
 def outcomes(library: str) -> dict[str, Any]:
@@ -42,13 +42,19 @@ def outcomes(library: str) -> dict[str, Any]:
         return json.loads(output.read_text(encoding="utf-8"))
 
 
-def _cell(outcome: str) -> str:
+def _cell(outcome: str, error: str) -> str:
+    """An outcome in a few words. Errors are called ``error``."""
     kind, _, text = outcome.partition(": ")
-    if kind == "found":
-        return "found"
-    text = text.split(". ", maxsplit=1)[0].replace("|", "\\|").replace("<", "&lt;")
-    text = text if len(text) <= _LONGEST else f"{text[:_LONGEST].rpartition(' ')[0]} ..."
-    return f"{kind}: {text}" if text else kind
+    if kind == "wrong":
+        names = text.split(", ")
+        gradients = [name for name in names if name.startswith("gradient of")]
+        if len(gradients) > 1:
+            names = [*(name for name in names if name not in gradients), f"{len(gradients)} gradients"]
+        return f"wrong: {', '.join(names)}"
+    if kind != "error":
+        return kind
+    text = text.partition(": ")[2].split(". ", maxsplit=1)[0].replace("|", "\\|").replace("<", "&lt;")
+    return f"{error}: {text if len(text) <= _LONGEST else text[:_LONGEST].rpartition(' ')[0] + ' ...'}"
 
 
 def _table(record: dict[str, Any]) -> str:
@@ -57,11 +63,11 @@ def _table(record: dict[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for report in REPORTS:
-        theirs, ours = (_cell(record[name][report.kind]) for name in ("theirs", "ours"))
+        theirs, ours = _cell(record["theirs"][report.kind], "error"), _cell(record["ours"][report.kind], "refused")
         lines.append(f"| {report.kind} | {report.threads} | {theirs} | {ours} | {report.remedy} |")
     count = sum(text.startswith("wrong") for text in record["theirs"].values())
-    lines += ["", f"{len(REPORTS)} programs on {RANKS} ranks; {count} are wrong with torch, without an error."]
-    lines.append(f"({record['date']}, `{record['commit']}`)")
+    said = f"{len(REPORTS)} programs on {RANKS} ranks, of which {count} are wrong with torch without an error"
+    lines += ["", f"{said} ({record['date']}, `{record['commit']}`)."]
     return "\n".join(lines)
 
 

@@ -188,16 +188,16 @@ def summand_to_local(t: Tools) -> dict[str, Any]:
     return {"output": y, "gradient": x.grad}
 
 
-def weight_to_local(t: Tools) -> dict[str, Any]:
+def weight_to_local(t: Tools, said: bool = False) -> dict[str, Any]:
     x, w = t.cut(randn(4, 3), 0), t.cut(randn(3, seed=1)).requires_grad_()
-    y = t.placed(t.local(x) * t.local(w), "Shard", 0)
+    y = t.placed(t.local(x) * t.local(w, said), "Shard", 0)
     weighted(t.whole(y)).backward()
     return {"output": y, "gradient": w.grad}
 
 
-def experts(t: Tools) -> dict[str, Any]:
+def experts(t: Tools, said: bool = False) -> dict[str, Any]:
     x, w = t.cut(randn(4, 3), 0).requires_grad_(), t.cut(randn(2, 3, 3, seed=1), 0).requires_grad_()
-    tokens = t.whole(x)
+    tokens = t.whole(x, said)
     y = torch.einsum("td,edh->th", tokens, t.local(w))
     weighted(t.whole(t.placed(y, "Partial"))).backward()
     return {"gradient of tokens": x.grad, "gradient of experts": w.grad}

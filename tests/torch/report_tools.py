@@ -35,15 +35,19 @@ class Tools:
             return x
         return self.api.distribute_tensor(x, self.mesh, [self.api.Replicate() if dim is None else self.api.Shard(dim)])
 
-    def local(self, x: Any) -> Any:
-        return x if self.api is None else x.to_local()
+    def local(self, x: Any, partial: bool = False) -> Any:
+        """This rank's tensor; with ``partial`` its gradient is said to be a summand."""
+        return x if self.api is None else x.to_local(grad_placements=self._summands(partial))
+
+    def _summands(self, partial: bool) -> Any:
+        return [self.api.Partial()] if partial else None
 
     def placed(self, x: Any, name: str, *dim: int) -> Any:
         """Declare a tensor of this rank: ``placed(x, "Shard", 0)``. On one device it is whole."""
         return x if self.api is None else self.api.DTensor.from_local(x, self.mesh, [getattr(self.api, name)(*dim)])
 
-    def whole(self, x: Any) -> Any:
-        return x if self.api is None else x.full_tensor()
+    def whole(self, x: Any, partial: bool = False) -> Any:
+        return x if self.api is None else x.full_tensor(grad_placements=self._summands(partial))
 
     def spread(self, model: nn.Module, plan: Callable[[Any], dict[str, Any]]) -> nn.Module:
         return model if self.api is None else self.api.parallelize_module(model, self.mesh, plan(self.api))

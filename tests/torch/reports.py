@@ -75,7 +75,7 @@ REPORTS = [
         "positions of a part of the sequence",
         "deepspeedai/Megatron-DeepSpeed#392, vllm-project/speculators#871",
         programs.positions,
-        "`SequenceParallel` behind the table",
+        "positions added before the cut",
     ),
     Report("labels shifted in a part", f"{HF}#36607, #48563", programs.label_shift, "a shift before the cut"),
     Report("number from a part's size", "NVIDIA/Megatron-LM#5047", programs.scale_of_a_part, "the model's own size"),
@@ -87,7 +87,12 @@ REPORTS = [
     Report("vocabulary that ranks do not divide", f"{MEGATRON}#1754, sgl-project/sglang#31799", programs.vocabulary),
     Report("padding index of a cut vocabulary", f"{TITAN}#4637", lambda t: programs.vocabulary(t, 3)),
     Report("clipping of cut and whole parameters", f"meta-pytorch/torchtune#2420, {HF}#36132", programs.clipped),
-    Report("loss times the ranks of a tensor mesh", f"{HF}#45994, #39648", programs.loss_times_ranks, "`token_mean`"),
+    Report(
+        "loss times the ranks of a tensor mesh",
+        f"{HF}#45994, #39648",
+        programs.loss_times_ranks,
+        "a loss without the factor",
+    ),
     Report(
         "norm that counts a gradient for each rank", f"{NEMO}#3788, ROCm/TransformerEngine#715", programs.total_norm
     ),
