@@ -1,6 +1,6 @@
 """Public reports of wrong numbers and gradients of 2024 to 2026, each with a small program of our own.
 
-docs/wrong_gradients.md shows them, and the outcome with `torch.distributed.tensor` beside ours.
+docs/wrong_gradients.md shows them, and the outcome with `torch.distributed.tensor` next to ours.
 """
 
 from __future__ import annotations
