@@ -92,7 +92,7 @@ class _OfPart:
     __abs__ = _method(operator.abs)
 
 
-class PartSize(_OfPart, int):  # type: ignore[misc]
+class PartSize(_OfPart, int):
     """An integer of a shard."""
 
     def __float__(self) -> float:
@@ -105,7 +105,7 @@ class PartSize(_OfPart, int):  # type: ignore[misc]
         return int, (int(self),)
 
 
-class PartNumber(_OfPart, float):  # type: ignore[misc]
+class PartNumber(_OfPart, float):
     """A float of a shard."""
 
     def __reduce__(self) -> tuple[Any, ...]:

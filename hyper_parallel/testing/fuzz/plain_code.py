@@ -45,7 +45,7 @@ __all__ = ["changed_plans", "checked", "classify", "classify_plan", "combined", 
 KINDS = {
     "right": "no finding, and the numbers of one device",
     "found": "wrong, with a finding",
-    "raised": "refused, by the plan or when it runs",
+    "raised": "refused, by the plan or when it runs; some run on no single device",
     "part": "the last style gives a part, which is no finding until something takes it for the whole",
     "missed": "wrong, without a finding",
     "warned": "right, with a finding that is not certain",
@@ -197,9 +197,9 @@ def outcome_of(make: Callable[[], Any], plan: dict[str, Any], mesh: Any, shape: 
 
         return adapter.model_value_and_grads(model, loss, values)
 
-    wanted = step(make())
-    model = make()
     try:
+        wanted = step(make())
+        model = make()
         with without_first_calls():
             parallelize_module(model, mesh, plan, src_data_rank=None)
         with check_plain_code(model) as checked:
@@ -262,7 +262,7 @@ def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
 def checked(mesh: Any, seeds: Sequence[int]) -> list[Any]:
     """Return the findings of `check_plan` about the program of each seed on this rank, None for a refused program. Its
     sample and its loss are others than those of `classify`."""
-    found = []
+    found: list[Any] = []
     for seed in seeds:
         sample = get_adapter().tensor(np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32))
         sample.requires_grad_()
@@ -294,17 +294,22 @@ def _suite() -> Any:
     return import_module("hyper_parallel.testing.conformance.test_plain_code")
 
 
+def _cases() -> dict[str, Any]:
+    """Return the programs of the conformance suite by name. Those that are wrong under their own plan come last."""
+    return {**_suite().RIGHT, **{f"wrong {name}": case for name, case in _suite().WRONG.items()}}
+
+
 def changed_plans() -> list[tuple[str, str, str]]:
-    """Return (case, key, change) for each entry of the plans of the conformance suite's right programs."""
-    return [(name, key, change) for name, case in _suite().RIGHT.items() for key in case.plan for change in CHANGES]
+    """Return (case, key, change) for each entry of the plans of the conformance suite's programs."""
+    return [(name, key, change) for name, case in _cases().items() for key in case.plan for change in CHANGES]
 
 
 @spmd.on_mesh(names=("tp",))
 def classify_plan(mesh: Any, changed: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
     """Return the outcome of each changed plan on this rank."""
-    suite, found = _suite(), []
+    suite, cases, found = _suite(), _cases(), []
     for name, key, change in changed:
-        case, style = suite.RIGHT[name], CHANGES[change]
+        case, style = cases[name], CHANGES[change]
         plan = {path: given for path, given in case.plan.items() if path != key}
         if style is not None:
             plan[key] = style()

@@ -61,7 +61,7 @@ def _count(x: Tensor, sizes: tuple[int, ...]) -> int:
 
 #: Functions that read the shape of a tensor -> the same of a shape.
 _SIZES: dict[Any, Callable[..., Any]] = {
-    Tensor.shape.__get__: _shape,  # type: ignore[attr-defined]
+    Tensor.shape.__get__: _shape,
     Tensor.size: _size,
     **dict.fromkeys((Tensor.numel, Tensor.nelement, torch.numel), _count),
 }
