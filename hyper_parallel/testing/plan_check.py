@@ -119,6 +119,8 @@ def check_plan(
         mesh: see `explain`. A few ranks are enough.
         plan: see `explain`.
         sample, kwargs: inputs of the full model, as tensors or NumPy arrays. One device and every rank get the same.
+            The gradients of tensors that require one are compared too, as ``"gradient of input 0"`` and so on. The
+            inputs of a block in a model have gradients; tables of positions need none.
         loss: ``loss(output)``, a scalar; by default the sum of the squares of the output.
         tolerance: the largest difference, relative to the largest number of a tensor, that still counts as rounding.
         platform: name of the backend of the processes; None for the selected backend.
@@ -241,8 +243,18 @@ def _step(model: Any, platform: Platform, sample: tuple, kwargs: dict[str, Any],
             return x
         return platform.from_bytes(np.ascontiguousarray(x), x.shape, platform.dtypes[str(x.dtype)])
 
+    leaves: dict[str, Any] = {}
+
+    def placed(x: Any) -> Any:
+        y = platform.to_device(x)
+        if platform.requires_grad(x):
+            y = leaves[f"input {len(leaves)}"] = platform.detach(y).requires_grad_()
+        return y
+
+    args, named = map_tensors((sample, kwargs), placed, platform, as_tensor)
+    held |= leaves
+
     def call() -> Any:
-        args, named = map_tensors((sample, kwargs), platform.to_device, platform, as_tensor)
         output = model(*args, **named)
         kept["output"] = output
         kept["loss"] = value = (loss or _squares)(output)

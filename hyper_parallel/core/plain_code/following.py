@@ -20,6 +20,8 @@ from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_row
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.report import Report
+from hyper_parallel.core.plain_code.sizes import Roots, number_problems, sizes_of_part
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
@@ -36,30 +38,23 @@ _VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
 FOLLOWING: list[Following] = []
 
 
-class Following:
-    """A followed program and its report. ``print`` shows the report. It is true if there are no findings.
+class Following(Report):
+    """A followed program and its report. See `Report`.
 
     The backend reports operations. DTensors report conversions from and to plain tensors.
 
     Attributes:
-        findings: the findings in order of discovery, without duplicates.
-        unknown: name of an operation that could not be followed -> number of calls.
-        notes: fact that is not a finding -> number of times.
-        asked: number of judged operations.
         paused: number of styled modules whose calls are running.
         on_reached: function to call if there are `reached` findings, before a styled module communicates; or None.
     """
 
     def __init__(self, model: Any, platform: Platform) -> None:
+        super().__init__()
         self._platform = platform
         self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
         self._framework = folder_of(platform.Tensor)
-        self._found: dict[Finding, int] = {}
-        self._reached: set[Finding] = set()
-        self.unknown: dict[str, int] = {}
-        self.notes: dict[str, int] = {}
-        self.asked, self.paused = 0, 0
+        self.paused = 0
         self.on_reached: Callable[[], None] | None = None
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
@@ -67,27 +62,18 @@ class Following:
         self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
         self._kept: tuple[Mark | None, ...] = ()
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Return the findings in order of discovery."""
-        return list(self._found)
-
-    @property
-    def reached(self) -> list[Finding]:
-        """Return the findings that affect a styled module or the output of the model. Other findings affect values
-        that the model does not use, such as a number for a log."""
-        return [finding for finding in self._found if finding in self._reached]
+        self._roots: Roots = {}
 
     @property
     def is_here(self) -> bool:
         """Return whether the program runs in the caller's thread. Programs in other threads are not followed."""
         return self._thread == threading.get_ident()
 
-    def __bool__(self) -> bool:
-        return not self._found
-
     # ------------------------------------------------------------------------------------------------ operations
+    def sizes(self, x: Any, given: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape ``given`` of ``x``, which a program reads. This implements `Follower.sizes`."""
+        return sizes_of_part(ways_of(x), given, self._roots)
+
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
         """Run an operation, judge it and mark its results. This implements `Follower.operation`."""
         platform, title = self._platform, name_of(func)
@@ -102,38 +88,40 @@ class Following:
                 self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
-        trains = [platform.is_tensor(x) and platform.requires_grad(x) for x in operands]
+        kind = platform.Tensor
+        trains = [platform.requires_grad(x) if isinstance(x, kind) else None for x in operands]
         result = call()
         target = operands[0] if op.in_place else result
-        results = list(tensors_in(target, platform.Tensor))
-        if not op.in_place:
-            # An operation may return its operand, which keeps its marks.
-            results = [] if any(y is x for y in results for x in operands) else results
+        results = [target] if isinstance(target, kind) else list(tensors_in(target, kind))
+        if not op.in_place and any(y is x for y in results for x in operands):
+            results = []  # an operation may return its operand, which keeps its marks
         if not results:
             if OPERATIONS[op.name].gathers:
                 note = f"{title} reads numbers of a part"
                 self.notes[note] = self.notes.get(note, 0) + 1
             return result
         self.asked += 1
-        marks = [h for x in operands if platform.is_tensor(x) and (h := held(x)) is not None]
-        source = next((h.source for h in marks if h.source), "")
-        described = tuple(
-            Operand(tuple(x.shape), ways_of(x), needs, isinstance(x, platform.Parameter))
-            if platform.is_tensor(x)
-            else None
+        marks: list[Held] = []
+        described: tuple[Operand | None, ...] = tuple(
+            None if needs is None else self._described(x, needs, marks)
             for x, needs in zip(operands, trains, strict=True)
         )
+        source = next((h.source for h in marks if h.source), "")
         if op.name == "cat":  # torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors
             kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
             described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
         mesh = self._mesh_of(described)
         ways: Sequence[Ways] = (WHOLE,) * len(results)
-        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
+        findings = tuple(dict.fromkeys(f for h in marks for f in h.findings)) if any(h.findings for h in marks) else ()
         if mesh is not None:
             shapes = tuple(tuple(y.shape) for y in results)
             asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
             verdict = self._verdict(asked, mesh)
-            findings += tuple(self._find(problem, title) for problem in (*verdict.problems, *verdict.gradients))
+            problems = (*verdict.problems, *verdict.gradients)
+            if not verdict.problems and None in described:
+                problems += number_problems(title, operands, self._roots, platform, results[0])
+            if problems:
+                findings += tuple(self._find(problem, title) for problem in problems)
             for note in verdict.notes:
                 self.notes[note] = self.notes.get(note, 0) + 1
             ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
@@ -145,9 +133,17 @@ class Following:
             self._mark_base(operands[0], source, findings)
         return result
 
+    def _described(self, x: Any, trains: bool, marks: list[Held]) -> Operand:
+        """Describe an operand, and append its record to ``marks``."""
+        found = held(x)
+        if found is not None:
+            marks.append(found)
+        parameter = trains and isinstance(x, self._platform.Parameter)
+        return Operand(tuple(x.shape), WHOLE if found is None else found.ways, trains, parameter)
+
     def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
         """Return the verdict on a call. Verdicts are cached, because they do not depend on the values of tensors."""
-        scalars = tuple(None if self._platform.is_tensor(x) else x for x in call.values)
+        scalars = tuple(value for value, x in zip(call.values, call.operands, strict=True) if x is None)
         key: Any = (call.name, call.title, call.operands, call.shapes, call.in_place, mesh)
         try:
             found = _VERDICTS.get((key, call.static, scalars))
@@ -355,39 +351,6 @@ class Following:
             return result
 
         return run
-
-    # ------------------------------------------------------------------------------------------------ the report
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON."""
-        return {
-            "right": bool(self),
-            "findings": [{**vars(f), "used": f in self._reached, "times": n} for f, n in self._found.items()],
-            "not_followed": self.unknown,
-            "notes": self.notes,
-            "asked": self.asked,
-        }
-
-    def lines(self) -> list[str]:
-        """Return a line of text for each finding. Equal findings in several modules share a line."""
-        equal: dict[tuple[str, str, str, str], list[Finding]] = {}
-        for f in self._found:
-            equal.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
-        lines = []
-        for same in equal.values():
-            more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
-            unused = (
-                "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
-            )
-            lines.append(f"{same[0]}{more}{unused}")
-        return lines
-
-    def __str__(self) -> str:
-        count = len(self.lines())
-        first = f"{count or 'no'} finding{'s' * (count != 1)} in plain code, of {self.asked} operations"
-        unknown = [f"not followed, {n} times: {name}" for name, n in self.unknown.items()]
-        return "\n".join([first, *self.lines(), *unknown])
-
-    __repr__ = __str__
 
 
 def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
@@ -58,8 +58,7 @@ class Verdict:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Operand:
+class Operand(NamedTuple):
     """An operand of an operation.
 
     Attributes:
@@ -75,8 +74,7 @@ class Operand:
     is_parameter: bool
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """A call of an operation, for the judge.
 
     Attributes:

@@ -7,7 +7,7 @@ drop the marks for which they would be wrong.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from hyper_parallel.core.communication.recorder import dim_name
 from hyper_parallel.core.layouts.layout import Layout, replicated_layout
@@ -17,8 +17,7 @@ from hyper_parallel.core.plain_code.findings import Finding
 from hyper_parallel.platform.contract.observation import MARKS
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """A possible placement of a plain tensor.
 
     Attributes:

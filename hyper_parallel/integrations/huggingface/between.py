@@ -17,6 +17,14 @@ from hyper_parallel.integrations.huggingface.known import reads_whole_features
 __all__ = ["fit_between"]
 
 
+class ActivationParallel(HeadNormParallel):
+    """Run an activation with parameters of one element on sharded features. The gradients of the parameters are
+    reduced over the mesh."""
+
+    input_layouts = (Shard(-1),)
+    whole_dims = 0
+
+
 def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Complete the gradients of modules between a column-wise and a row-wise projection.
 
@@ -24,9 +32,9 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
     summand of these. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
     the hidden states, which are replicated.
 
-    model: the model of these modules.
+    Args:
+        model: the model of these modules.
         styles: styles by path; changed in place.
-        styles: by path; changed in place.
         modules: all modules of the model, by path.
         mesh: 1-D mesh.
 
@@ -55,7 +63,7 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
                     f"{path!r} a style with plan={{...}}, such as 'replicated_with_grad_allreduce' for a norm inside "
                     "heads, or take the projections out of the plan"
                 )
-            styles[path] = HeadNormParallel()
+            styles[path] = ActivationParallel()
 
 
 def _with_sharded_features(styles: dict[str, ParallelStyle]) -> list[str]:

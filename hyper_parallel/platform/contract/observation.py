@@ -60,6 +60,10 @@ class Follower(Protocol):
             call: runs the native call.
         """
 
+    def sizes(self, x: Tensor, given: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape ``given`` of a tensor with `MARKS`, for the program that reads it. The numbers are equal.
+        Their arithmetic remembers the shape of the whole tensor."""
+
 
 class StepWatcher(Protocol):
     """Receiver of the steps of a program, from `ObservationRole.watch_steps`."""
@@ -129,8 +133,8 @@ class ObservationRole:
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
         """Inside, each operation on plain tensors of which some argument has marks goes to ``follower``. Functions that
-        are made of others may hand over these instead. Numbers do not change. None in a backend that cannot do so, and
-        inside of code that is compiled."""
+        are made of others may hand over these instead. Numbers do not change. The program reads the shapes of such
+        tensors from `Follower.sizes`. None in a backend that cannot do so, and inside of code that is compiled."""
         return None
 
     def write_mark(self, x: Tensor, mark: Any) -> None:

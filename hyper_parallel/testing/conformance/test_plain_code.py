@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -258,6 +259,9 @@ WRONG = {
     ),
     "summand given": Case(lambda m, x, a: a.sum(m.up(x), -1), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
     "part given": Case(lambda m, x, a: a.relu(m.up(x)), "output", ("PrepareModuleOutput", "'up'"), {"up": C()}),
+    "size": Case(lambda m, x, a: m.down((y := m.up(x)) * y.shape[-1] ** -0.5), "size", ("0.288675", "12 of 24")),
+    "times": Case(lambda m, x, a: m.down((y := m.up(x)) * (2 * y.shape[-1]) ** -0.5), "size", ("0.204124", "12 of 24")),
+    "root": Case(lambda m, x, a: m.down((y := m.up(x)) * (1 / math.sqrt(y.shape[-1]))), "size", ("of a part, 12",)),
 }
 RIGHT = {
     "mlp": Case(lambda m, x, a: m.down(a.gelu(m.up(x)))),
@@ -290,6 +294,7 @@ RIGHT = {
     ),
     "tokens of a part": Case(routed, plan=BY_TOKEN, modules=ROUTED),
     "given by a style": Case(lambda m, x, a: m.up(x), plan={"up": C()}),
+    "sizes": Case(lambda m, x, a: m.down((y := m.up(x)) * (y.shape[-1] % 4 + y.shape[1]) ** -0.5)),
 }
 
 

@@ -178,13 +178,13 @@ def test_reports(pool: Any) -> None:
 
 
 def test_random_programs(pool: Any) -> None:
-    """Random programs: those that are missed read a number from a part's shape, and few right ones have a finding."""
+    """Random programs: none is missed, and few right ones have a finding."""
     needs_gradients()
     seeds = range(400 if everything() else 12)
     found = combined(pool.run(2, classify, list(seeds)))
     kinds = Counter(kind for kind, _ in found)
     missed = [seed for seed, (kind, _) in zip(seeds, found, strict=True) if kind == "missed"]
-    assert all("size of a part" in program_of(seed)[0] for seed in missed), missed
+    assert not missed, [program_of(seed) for seed in missed]
     assert kinds["found"] and kinds["right"] and not kinds["disagree"]
     assert kinds["alarm"] + kinds["warned"] <= 1 + 0.05 * kinds["right"], kinds
 

@@ -2,15 +2,18 @@
 
 Each program runs on one device, and on ranks under `check_plain_code`. It is wrong if the output, or a gradient of a
 parameter or the input, differs. The outcome is that the check finds the fault, misses it, or gives a false alarm:
-``python -m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``.
+``python -m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` asks `check_plan` too, which
+proves and executes: a wrong program that it calls right is printed as ``unseen``.
 """
 
 from __future__ import annotations
 
 import argparse
+import pickle
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -33,15 +36,16 @@ from hyper_parallel.core.plain_code.first_call import without_first_calls
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import floats
+from hyper_parallel.testing.plan_check import compare_on_ranks, verdict_of
 from hyper_parallel.testing.pool import WorkerPool
 
-__all__ = ["changed_plans", "classify", "classify_plan", "combined", "main", "outcome_of"]
+__all__ = ["changed_plans", "checked", "classify", "classify_plan", "combined", "main", "outcome_of"]
 
 #: Outcome -> its meaning.
 KINDS = {
     "right": "no finding, and the numbers of one device",
     "found": "wrong, with a finding",
-    "raised": "refused, by the plan or when it runs",
+    "raised": "refused, by the plan or when it runs; some run on no single device",
     "part": "the last style gives a part, which is no finding until something takes it for the whole",
     "missed": "wrong, without a finding",
     "warned": "right, with a finding that is not certain",
@@ -193,9 +197,9 @@ def outcome_of(make: Callable[[], Any], plan: dict[str, Any], mesh: Any, shape: 
 
         return adapter.model_value_and_grads(model, loss, values)
 
-    wanted = step(make())
-    model = make()
     try:
+        wanted = step(make())
+        model = make()
         with without_first_calls():
             parallelize_module(model, mesh, plan, src_data_rank=None)
         with check_plain_code(model) as checked:
@@ -230,20 +234,43 @@ def _difference(got: Any, wanted: Any) -> float:
     return float(np.abs(got - wanted).max()) / scale
 
 
-@spmd.on_mesh(names=("tp",))
-def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
-    """Return the outcome of the program of each seed on this rank."""
-    found = []
-    for seed in seeds:
-        steps, end = program_of(seed)
+@dataclass(frozen=True)
+class Program:
+    """A picklable function that makes the model of a seed."""
 
-        def run(m: Any, a: Any, x: Any, steps: Any = steps, end: Any = end) -> Any:
+    seed: int
+
+    def __call__(self) -> Any:
+        steps, end = program_of(self.seed)
+
+        def run(m: Any, a: Any, x: Any) -> Any:
             h = m.up(x)
             for name in steps:
                 h = STEPS[name](m, a, h, x)
             return ENDS[end](m, a, h, x)
 
-        found.append(outcome_of(partial(_model, run), PLAN, mesh, SHAPE))
+        return _model(run)
+
+
+@spmd.on_mesh(names=("tp",))
+def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
+    """Return the outcome of the program of each seed on this rank."""
+    return [outcome_of(Program(seed), PLAN, mesh, SHAPE) for seed in seeds]
+
+
+@spmd.on_mesh(names=("tp",))
+def checked(mesh: Any, seeds: Sequence[int]) -> list[Any]:
+    """Return the findings of `check_plan` about the program of each seed on this rank, None for a refused program. Its
+    sample and its loss are others than those of `classify`."""
+    found: list[Any] = []
+    for seed in seeds:
+        sample = get_adapter().tensor(np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32))
+        sample.requires_grad_()
+        sent = pickle.dumps((Program(seed), PLAN, (sample,), {}, None, True))
+        try:
+            found.append(compare_on_ranks((mesh.size(),), ("tp",), sent))
+        except Exception:
+            found.append(None)
     return found
 
 
@@ -267,17 +294,22 @@ def _suite() -> Any:
     return import_module("hyper_parallel.testing.conformance.test_plain_code")
 
 
+def _cases() -> dict[str, Any]:
+    """Return the programs of the conformance suite by name. Those that are wrong under their own plan come last."""
+    return {**_suite().RIGHT, **{f"wrong {name}": case for name, case in _suite().WRONG.items()}}
+
+
 def changed_plans() -> list[tuple[str, str, str]]:
-    """Return (case, key, change) for each entry of the plans of the conformance suite's right programs."""
-    return [(name, key, change) for name, case in _suite().RIGHT.items() for key in case.plan for change in CHANGES]
+    """Return (case, key, change) for each entry of the plans of the conformance suite's programs."""
+    return [(name, key, change) for name, case in _cases().items() for key in case.plan for change in CHANGES]
 
 
 @spmd.on_mesh(names=("tp",))
 def classify_plan(mesh: Any, changed: Sequence[tuple[str, str, str]]) -> list[tuple[str, str]]:
     """Return the outcome of each changed plan on this rank."""
-    suite, found = _suite(), []
+    suite, cases, found = _suite(), _cases(), []
     for name, key, change in changed:
-        case, style = suite.RIGHT[name], CHANGES[change]
+        case, style = cases[name], CHANGES[change]
         plan = {path: given for path, given in case.plan.items() if path != key}
         if style is not None:
             plan[key] = style()
@@ -306,6 +338,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plans", action="store_true", help="plans with one entry changed, in place of programs")
+    parser.add_argument("--check", action="store_true", help="ask check_plan, too, about each program")
     given = parser.parse_args(arguments)
     jobs: list[Any] = changed_plans() if given.plans else list(range(given.seed, given.seed + given.count))
     counts: Counter[str] = Counter()
@@ -313,8 +346,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for first in range(0, len(jobs), 50):
             batch = jobs[first : first + 50]
             ranks = pool.run(RANKS, classify_plan if given.plans else classify, batch)
-            for job, (kind, detail) in zip(batch, combined(ranks), strict=True):
+            checks = list(zip(*pool.run(RANKS, checked, batch), strict=True)) if given.check else [None] * len(batch)
+            for job, (kind, detail), check in zip(batch, combined(ranks), checks, strict=True):
                 counts[kind] += 1
+                if check is not None and kind in ("found", "missed", "disagree"):
+                    seen = None in check or not verdict_of(list(check), 1e-4)
+                    counts["seen by check_plan" if seen else "unseen"] += 1
+                    if not seen:
+                        print(f"unseen {(job, *program_of(job))}: {detail}", flush=True)
                 if kind in ("missed", "alarm", "disagree", "warned"):
                     print(f"{kind} {job if given.plans else (job, *program_of(job))}: {detail}", flush=True)
             print(dict(counts), flush=True)

@@ -15,7 +15,7 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.contract.observation import Follower
 from hyper_parallel.platform.mindspore.processes.communication import is_collective
-from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 from hyper_parallel.platform.watching import tensors_in
 
 __all__ = ["MarkedTensor", "follow", "write_mark"]
@@ -30,6 +30,13 @@ class _Followers:
 
 class MarkedTensor(InterceptedTensor):
     """A plain tensor with marks, while its program is observed."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        given = Tensor.shape.__get__(self)
+        if not is_dispatching() or not _Followers.active or _Followers.active[-1].paused:
+            return given
+        return _Followers.active[-1].sizes(self, given)
 
     def __deepcopy__(self, memo: dict) -> Any:
         with NoDispatch():

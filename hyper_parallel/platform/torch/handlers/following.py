@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -46,6 +47,26 @@ def base_of(x: Tensor) -> Tensor | None:
     return x._base
 
 
+def _shape(x: Tensor, sizes: tuple[int, ...]) -> Any:
+    return torch.Size(sizes)
+
+
+def _size(x: Tensor, sizes: tuple[int, ...], dim: int | None = None) -> Any:
+    return torch.Size(sizes) if dim is None else sizes[dim]
+
+
+def _count(x: Tensor, sizes: tuple[int, ...]) -> int:
+    return math.prod(sizes)
+
+
+#: Functions that read the shape of a tensor -> the same of a shape.
+_SIZES: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: _shape,
+    Tensor.size: _size,
+    **dict.fromkeys((Tensor.numel, Tensor.nelement, torch.numel), _count),
+}
+
+
 class _Mode(TorchFunctionMode):
     """Mode that passes operations with a marked argument to the follower. Inside an operation the mode is off."""
 
@@ -57,6 +78,8 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._follower.paused or not _has_marks(args, kwargs):
             return func(*args, **kwargs)
+        if (read := _SIZES.get(func)) is not None and args:
+            return read(args[0], self._follower.sizes(args[0], args[0].shape), *args[1:], **kwargs)
         if func not in OP_TABLE:
             func = getattr(func, "__wrapped__", func)  # a patch may have replaced it
         row, name = OP_TABLE.get(func), getattr(func, "__name__", "")
