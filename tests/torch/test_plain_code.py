@@ -253,6 +253,8 @@ def corners(mesh: Any) -> None:
         # One head on each rank: cut at the heads, or at their features.
         flat = part(torch.ones(2, 3, 6, device=device()), 2)
         assert len(ways(flat.view(2, 3, 1, 6))) == 2
+        # An index that the rule knows on no shape, next to a tensor: its rule says nothing about parts.
+        assert isinstance(ways(x[0, :, :, torch.tensor([1, 0], device=device())]), Lost)
         # Pieces with other gradients are taken apart again, by split and by slices.
         whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)
         summed = DTensor.from_local(whole, tp, [Replicate()]).to_local(grad_placements=[Partial()])

@@ -31,7 +31,10 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
     LISTENERS.append(_hear_nothing)  # styles look for a followed program only if there are listeners
     try:
         with handed_over:
-            yield following
+            try:
+                yield following
+            finally:
+                following.ends()
     finally:
         LISTENERS.remove(_hear_nothing)
         FOLLOWING[:] = [other for other in FOLLOWING if other is not following]

@@ -18,8 +18,10 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
+from hyper_parallel.core.plain_code.inputs import Inputs
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.report import Report
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
@@ -32,34 +34,29 @@ __all__ = ["FOLLOWING", "UNEVEN", "Following"]
 #: The reason for not following a shard whose size differs between ranks.
 UNEVEN = "parts of unequal size"
 _VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
+#: Operations whose result means the same as their operand, such as a cast.
+_SAME = ("alias", "contiguous", "linear_unary")
 #: The followed programs, innermost last. Only the innermost program gets reports.
 FOLLOWING: list[Following] = []
 
 
-class Following:
-    """A followed program and its report. ``print`` shows the report. It is true if there are no findings.
+class Following(Report):
+    """A followed program and its report.
 
     The backend reports operations. DTensors report conversions from and to plain tensors.
 
     Attributes:
-        findings: the findings in order of discovery, without duplicates.
-        unknown: name of an operation that could not be followed -> number of calls.
-        notes: fact that is not a finding -> number of times.
-        asked: number of judged operations.
         paused: number of styled modules whose calls are running.
         on_reached: function to call if there are `reached` findings, before a styled module communicates; or None.
     """
 
     def __init__(self, model: Any, platform: Platform) -> None:
+        super().__init__()
         self._platform = platform
         self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
         self._framework = folder_of(platform.Tensor)
-        self._found: dict[Finding, int] = {}
-        self._reached: set[Finding] = set()
-        self.unknown: dict[str, int] = {}
-        self.notes: dict[str, int] = {}
-        self.asked, self.paused = 0, 0
+        self.paused = 0
         self.on_reached: Callable[[], None] | None = None
         self._mesh: DeviceMesh | None = None
         self._inside: Any = None
@@ -67,25 +64,12 @@ class Following:
         self._rows: Rows | None = None
         self._ways: tuple[Mark | None, ...] = ()
         self._kept: tuple[Mark | None, ...] = ()
-
-    @property
-    def findings(self) -> list[Finding]:
-        """Return the findings in order of discovery."""
-        return list(self._found)
-
-    @property
-    def reached(self) -> list[Finding]:
-        """Return the findings that affect a styled module or the output of the model. Other findings affect values
-        that the model does not use, such as a number for a log."""
-        return [finding for finding in self._found if finding in self._reached]
+        self._inputs = Inputs()
 
     @property
     def is_here(self) -> bool:
         """Return whether the program runs in the caller's thread. Programs in other threads are not followed."""
         return self._thread == threading.get_ident()
-
-    def __bool__(self) -> bool:
-        return not self._found
 
     # ------------------------------------------------------------------------------------------------ operations
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
@@ -140,7 +124,8 @@ class Following:
             lost = next((w for w in ways if isinstance(w, Lost)), None)
             if lost is not None and not verdict.problems and not any(isinstance(h.ways, Lost) for h in marks):
                 self.unknown[lost.why] = self.unknown.get(lost.why, 0) + 1
-        self._mark(results, ways, source, findings)
+        stated = op.name in _SAME and any(h.stated for h in marks)
+        self._mark(results, ways, source, findings, stated)
         if op.in_place:
             self._mark_base(operands[0], source, findings)
         return result
@@ -175,10 +160,17 @@ class Following:
                     return mark.layout.mesh
         return None
 
-    def _mark(self, tensors: Sequence[Any], ways: Sequence[Ways], source: str, findings: tuple[Finding, ...]) -> None:
+    def _mark(
+        self,
+        tensors: Sequence[Any],
+        ways: Sequence[Ways],
+        source: str,
+        findings: tuple[Finding, ...],
+        stated: bool = False,
+    ) -> None:
         for x, found in zip(tensors, ways, strict=False):
             if found != WHOLE or findings:
-                self._platform.write_mark(x, Held(found, source, findings=findings))
+                self._platform.write_mark(x, Held(found, source, stated, findings))
             elif held(x) is not None:
                 self._platform.write_mark(x, None)
 
@@ -289,6 +281,10 @@ class Following:
         if not isinstance(ways, tuple) or self._own_samples or BATCH_PART.get() is not None:
             return
         platform, shape = self._platform, tuple(x.shape)
+        if ways == WHOLE and (mark := mark_of(layout)) is not None and is_even(layout) and x in self._inputs:
+            # The caller of the model gives this input as the style declares it.
+            self._inputs.declare(x, Held((mark,), stated=True), platform)
+            return
         trains = platform.requires_grad(x)
         computed = trains and bool(platform.is_made_with(x, x))
         problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
@@ -303,12 +299,24 @@ class Following:
             if self.on_reached is not None:
                 self.on_reached()
 
+    def begins(self, inputs: Any) -> None:
+        """Note the ``inputs`` of the model: a style may declare that they are shards."""
+        for x in tensors_in(inputs, self._platform.Tensor):
+            self._inputs.add(x)
+
+    def ends(self) -> None:
+        """Remove the marks that styles gave to inputs of the model."""
+        self._inputs.clear(self._platform)
+
     def gives(self, output: Any) -> None:
-        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it."""
+        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it
+        or an input is placed so."""
         for y in tensors_in(output, self._platform.Tensor):
             self.reach(y)
             found = held(y)
             if found is None or found.stated or not isinstance(found.ways, tuple):
+                continue
+            if self._inputs.are_placed_as(found.ways):
                 continue
             problem = output_problem(found.ways, tuple(y.shape), found.source)
             if problem is not None:
@@ -355,39 +363,6 @@ class Following:
             return result
 
         return run
-
-    # ------------------------------------------------------------------------------------------------ the report
-    def as_dict(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON."""
-        return {
-            "right": bool(self),
-            "findings": [{**vars(f), "used": f in self._reached, "times": n} for f, n in self._found.items()],
-            "not_followed": self.unknown,
-            "notes": self.notes,
-            "asked": self.asked,
-        }
-
-    def lines(self) -> list[str]:
-        """Return a line of text for each finding. Equal findings in several modules share a line."""
-        equal: dict[tuple[str, str, str, str], list[Finding]] = {}
-        for f in self._found:
-            equal.setdefault((f.kind, f.where, f.text, f.remedy), []).append(f)
-        lines = []
-        for same in equal.values():
-            more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
-            unused = (
-                "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
-            )
-            lines.append(f"{same[0]}{more}{unused}")
-        return lines
-
-    def __str__(self) -> str:
-        count = len(self.lines())
-        first = f"{count or 'no'} finding{'s' * (count != 1)} in plain code, of {self.asked} operations"
-        unknown = [f"not followed, {n} times: {name}" for name, n in self.unknown.items()]
-        return "\n".join([first, *self.lines(), *unknown])
-
-    __repr__ = __str__
 
 
 def _bound(op: Any, func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any] | None:

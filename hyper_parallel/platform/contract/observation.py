@@ -100,11 +100,12 @@ class ObservationRole:
         return
 
     def around_calls(
-        self, module: Module, before: Callable[[Module], None], after: Callable[[Module, Any], None]
+        self, module: Module, before: Callable[[Module, Any], None], after: Callable[[Module, Any], None]
     ) -> Callable[[], None]:
-        """Call ``before(module)`` and ``after(module, output)`` around each eager call of ``module``. Of a call that
-        fails the output is None. Compilers see neither, and copies of the module have neither. Returns a function that
-        takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call them."""
+        """Call ``before(module, (args, kwargs))`` and ``after(module, output)`` around each eager call of ``module``.
+        Of a call that fails the output is None. Compilers see neither, and copies of the module have neither. Returns a
+        function that takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call
+        them."""
         return lambda: None
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
