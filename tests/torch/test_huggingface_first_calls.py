@@ -35,7 +35,7 @@ IMPOSSIBLE = re.compile(r"cannot share|heads")
 
 
 def models() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], dict[str, Any]]]]:
-    """Name, function that makes the model, and function of the model that makes its inputs."""
+    """Yield a name, a function that makes the model, and a function of the model that makes its inputs."""
     for row in ROWS:
         yield row.title, row.make, row.inputs
     for name in dict.fromkeys((*CASES, *FURTHER, *SPARSE)):
@@ -44,7 +44,7 @@ def models() -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], dict[str,
 
 
 def heard(run: Callable[[], None]) -> list[str]:
-    """The warnings about first calls, and the error, of ``run``."""
+    """Return the warnings about first calls, and the error, of ``run``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -57,7 +57,7 @@ def heard(run: Callable[[], None]) -> list[str]:
 
 
 def watched(model: Any) -> list[bool]:
-    """A list that fills with whether each call of a module was followed."""
+    """Return a list to which each call of a module appends a bool: it is followed."""
     followed: list[bool] = []
     for module in model.modules():
         if not list(module.children()):
@@ -66,7 +66,7 @@ def watched(model: Any) -> list[bool]:
 
 
 def is_left(model: Any) -> bool:
-    """Whether a hook of the first call is still there."""
+    """Return whether a hook of the first call is still there."""
     hooks = (*model._forward_pre_hooks.values(), *model._forward_hooks.values())
     return any(isinstance(hook, EagerHook) for hook in hooks)
 
@@ -83,7 +83,7 @@ ADAPTED = ("q_proj", "o_proj", "down_proj")
 
 
 def alarms_of(make: Callable[[], Any], inputs: Callable[[Any], dict[str, Any]], mesh: Any, way: str) -> list[str]:
-    """The alarms of one model in one way. None where the way is not for this model."""
+    """Return the alarms of one model in one way. A way that is not for this model gives no alarm."""
     model = make()
     given = inputs(model)
     if way == "words" and not model.can_generate():
@@ -110,7 +110,7 @@ def alarms_of(make: Callable[[], Any], inputs: Callable[[Any], dict[str, Any]], 
 
 
 def zoo(ways: list[str], sizes: tuple[int, ...]) -> list[str]:
-    """The alarms of all models."""
+    """Return the alarms of all models."""
     mesh = device_mesh(*sizes, names=("dp", "tp"))
     alarms = []
     for name, make, inputs in models() if mesh is not None else ():

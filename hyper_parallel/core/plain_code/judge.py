@@ -244,8 +244,7 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
 
 
 def _sharding(name: str, shapes: tuple, static: Any) -> OpSharding | None:
-    """Return the answer of a rule, or None for operands that do not fit together and arguments that it does not
-    know."""
+    """Return the answer of a rule: None for misfitting operands, and for arguments that the rule does not know."""
     try:
         return OPERATIONS[name].rule(shapes, static)
     except Exception:  # rules may assume a valid call
