@@ -105,7 +105,7 @@ def alarms_of(make: Callable[[], Any], inputs: Callable[[Any], dict[str, Any]], 
         prompt = {name: x for name, x in given.items() if name != "labels"}
         found += heard(lambda: model.generate(**prompt, max_new_tokens=3, do_sample=False))
     found += heard(lambda: trained(model, given))
-    assert any(followed) and not is_left(model)
+    assert any(followed) and (found or not is_left(model))
     return found
 
 

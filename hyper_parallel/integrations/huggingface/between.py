@@ -17,6 +17,13 @@ from hyper_parallel.integrations.huggingface.known import reads_whole_features
 __all__ = ["fit_between"]
 
 
+class ActivationParallel(HeadNormParallel):
+    """Run an activation with single numbers as parameters on sharded features, and reduce the gradients of these."""
+
+    input_layouts = (Shard(-1),)
+    whole_dims = 0
+
+
 def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Complete the gradients of modules between a column-wise and a row-wise projection.
 
@@ -55,7 +62,7 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
                     f"{path!r} a style with plan={{...}}, such as 'replicated_with_grad_allreduce' for a norm inside "
                     "heads, or take the projections out of the plan"
                 )
-            styles[path] = HeadNormParallel()
+            styles[path] = ActivationParallel()
 
 
 def _with_sharded_features(styles: dict[str, ParallelStyle]) -> list[str]:
