@@ -255,6 +255,8 @@ def corners(mesh: Any) -> None:
         assert len(ways(flat.view(2, 3, 1, 6))) == 2
         # An index that the rule knows on no shape, next to a tensor: its rule says nothing about parts.
         assert isinstance(ways(x[0, :, :, torch.tensor([1, 0], device=device())]), Lost)
+        # Nothing reads the gradient of zeros that the program makes.
+        assert placed(x + torch.zeros(4, 6, device=device(), requires_grad=True).abs()) == [(Shard(2),)]
         # Pieces with other gradients are taken apart again, by split and by slices.
         whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)
         summed = DTensor.from_local(whole, tp, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -283,6 +285,9 @@ def corners(mesh: Any) -> None:
         kinds = len(following.findings)
         both.mean(0)
         assert len(following.findings) == kinds + 1
+        # The gradient of a parameter is read.
+        part(data, 2) + nn.Parameter(torch.zeros(4, 6, device=device())).abs()
+        assert len(following.findings) == kinds + 2 and not following.findings[-1].certain
 
     blind = get_platform()
     vars(blind)["follow"] = lambda follower: None

@@ -117,7 +117,8 @@ class Following(Report):
             shapes = tuple(tuple(y.shape) for y in results)
             asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
             verdict = self._verdict(asked, mesh)
-            findings += tuple(self._find(problem, title) for problem in (*verdict.problems, *verdict.gradients))
+            problems = (*verdict.problems, *(p for p in verdict.gradients if p.certain or self._are_read(operands)))
+            findings += tuple(self._find(problem, title) for problem in problems)
             for note in verdict.notes:
                 self.notes[note] = self.notes.get(note, 0) + 1
             ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
@@ -129,6 +130,18 @@ class Following(Report):
         if op.in_place:
             self._mark_base(operands[0], source, findings)
         return result
+
+    def _are_read(self, operands: Sequence[Any]) -> bool:
+        """Return whether gradients of unmarked ``operands`` are read, as far as their graphs are known.
+
+        A program may set ``requires_grad`` of zeros that it has made, for the sake of activation checkpointing.
+        """
+        platform = self._platform
+        plain = [x for x in operands if platform.is_tensor(x) and platform.requires_grad(x) and held(x) is None]
+        kinds = (platform.Parameter, *self._inputs)
+        return any(isinstance(x, platform.Parameter) or x in self._inputs for x in plain) or any(
+            platform.is_made_with(x, kind) is not False for x in plain for kind in kinds
+        )
 
     def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
         """Return the verdict on a call. Verdicts are cached, because they do not depend on the values of tensors."""

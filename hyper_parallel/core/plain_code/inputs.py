@@ -7,6 +7,7 @@ shards, and takes shards of the same placement.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 from hyper_parallel.core.plain_code.marks import Held, Mark, held
@@ -26,6 +27,9 @@ class Inputs:
     def __contains__(self, x: Any) -> bool:
         known = self._known.get(id(x))
         return known is not None and known() is x
+
+    def __iter__(self) -> Iterator[Any]:
+        return (x for known in self._known.values() if (x := known()) is not None)
 
     def add(self, x: Any) -> None:
         """Add an input of the model. It may have marks, from the model that returned it."""
