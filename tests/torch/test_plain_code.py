@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     ColwiseParallel,
+    ContextParallel,
     DTensor,
     PackedShard,
     Partial,
@@ -320,6 +321,11 @@ def under_fully_shard(mesh: Any) -> None:
         assert {f.kind for f in checked.findings} == {"whole"}, checked
         assert [f.module for f in checked.findings] == ["layers.0.w1", "layers.1.w1"]
         assert "(and in 1 more modules)" in str(checked)
+    # Sequences cut over the other dimension: what attention gives is this rank's heads still.
+    model = parallelize_module(made(Llama), mesh["tp"], LLAMA)
+    parallelize_module(model, mesh["dp"], {"layers.*.attention": ContextParallel()})
+    checked = followed(model)
+    assert not checked.findings and checked.asked, checked
 
 
 def test_under_fully_shard(pool: Any) -> None:

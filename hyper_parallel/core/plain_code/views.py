@@ -80,6 +80,15 @@ def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
     return Mark(get_layout(layout.mesh, tuple(placements), tuple(whole)), mark.summed, merged)
 
 
+def resized(mark: Mark, shape: tuple[int, ...]) -> Mark:
+    """Return the mark of a tensor of local ``shape`` with the placements of ``mark``."""
+    layout, whole = mark.layout, list(shape)
+    for d, p in enumerate(layout.placements):
+        if isinstance(p, Shard):
+            whole[p.dim] *= layout.mesh.shape[d]
+    return Mark(get_layout(layout.mesh, layout.placements, tuple(whole)), mark.summed, mark.merged)
+
+
 def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | None, results: int) -> Any:
     """Return the static arguments of an operation with global sizes in place of local sizes.
 
