@@ -18,6 +18,9 @@ from hyper_parallel.platform.terminal import printable_lines
 
 __all__ = ["main", "parser"]
 
+#: Path of attention modules in models by name, and in most models of transformers.
+ATTENTION = "model.layers.*.self_attn"
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their arguments."""
@@ -94,6 +97,17 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--data-parallel", default="fully_shard", choices=("fully_shard", "replicate", "none"))
         command.add_argument("--mixed-precision", action="store_true", help="bfloat16 in forward and backward")
         command.add_argument("--search", action="store_true", help="rank the ways to spread the model over the ranks")
+        command.add_argument(
+            "--sequences",
+            action="append",
+            nargs="?",
+            const=ATTENTION,
+            metavar="PATH",
+            help=f"with --search: cut sequences too; path of attention modules, repeatable, default {ATTENTION}",
+        )
+        command.add_argument(
+            "--cp", action="append", type=int, metavar="N", help="ranks of a sequence to try; repeatable"
+        )
 
     compared = add("compare", "Show where two recorded runs part: hyper_parallel.debug.record writes records.")
     compared.add_argument("a", help="folder of the run that is taken for right")

@@ -11,6 +11,7 @@ from typing import Any
 
 from hyper_parallel.cli.output import UsageError, show
 from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, plan_of, ranks_of, said_of
+from hyper_parallel.core.tensor_parallel.styles.context import ContextParallel
 from hyper_parallel.planning import DryRun, DryStepError, dry_run, explain, machine_of, search
 from hyper_parallel.planning.llama import MODELS
 
@@ -37,6 +38,8 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
     limit = bytes_of(arguments.memory) if arguments.memory else None
     if not arguments.search and (arguments.svg or arguments.memory):
         raise UsageError("--svg and --memory go with --search: without it, --json has all there is to draw")
+    if (arguments.sequences and not arguments.search) or (arguments.cp and not arguments.sequences):
+        raise UsageError("--sequences goes with --search, and --cp with --sequences")
     try:
         machine = machine_of(arguments.machine)
     except ValueError as error:
@@ -55,6 +58,9 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
                 "tp": plan_of(None, arguments.model, False),
                 "tp + sequence": plan_of(None, arguments.model, True),
             }
+        if arguments.sequences:
+            options["sequences"] = {path: ContextParallel() for path in arguments.sequences}
+            options["context_parallel"] = arguments.cp
         ranks = ranks_of(mesh)
         with told():
             ways = search(model, ranks, plans, *batch, memory=limit, **options)

@@ -16,6 +16,7 @@ from hyper_parallel.planning.estimate import DryRun, Memory, dry_run
 from hyper_parallel.planning.layers import cut_to, repeated_layers
 from hyper_parallel.planning.machines import Machine, machine_of
 from hyper_parallel.planning.sparse import Experts, lies_over_tp, sizes_for_experts
+from hyper_parallel.planning.step import apply_plan
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.dry import dry_world
 
@@ -241,11 +242,14 @@ def search(
     return SearchResult(sorted(found, key=order), limit, named.name)
 
 
-def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> dict[str, Any]:
-    """The plan with the styles of cut sequences."""
+def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> Any:
+    """Return the plan with the styles of cut sequences. A path may have a style of each kind."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ValueError("a plan that is a function cuts its sequences itself: give one of styles by path")
-    return {**(plan or {}), **sequences}
+    styles = dict(plan or {})
+    if styles.keys() & sequences.keys():
+        return lambda model, mesh: apply_plan(apply_plan(model, mesh, styles), mesh, sequences)
+    return {**styles, **sequences}
 
 
 def _share(batch: tuple, dp: int, cp: int) -> Any:

@@ -323,7 +323,7 @@ _ROUTED = {**_EXPERTS, **_EAGER, "moe_intermediate_size": 16, "n_routed_experts"
 _GROUPED = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 
 #: Name in `huggingface_models` -> title, of those that stand for their architecture.
-_TESTED = {
+TESTED = {
     "llama": "Llama",
     "llama, tied": "Llama, tied",
     "llama, few key-value heads": "Llama, two key-value heads",
@@ -361,7 +361,7 @@ OTHERS = [
     *(
         # The kernels for padded rows give NaN in double precision, on one process too.
         Model(title, _tested(name), _unpadded if name in _EAGER_ATTENTION else _text)
-        for name, title in _TESTED.items()
+        for name, title in TESTED.items()
     ),
     Model("Falcon", _causal("Falcon", ffn_hidden_size=64, new_decoder_architecture=True, num_kv_heads=4), _text),
     *(

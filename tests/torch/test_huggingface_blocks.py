@@ -78,7 +78,7 @@ def followed(mesh: Any, titles: list[str]) -> list[str]:
 
 
 def test_plain_code_is_followed(pool: Any) -> None:
-    assert pool.run(2, followed, ["Mamba", "Mamba 2", "gpt-oss"])[0] == []
+    assert pool.run(2, followed, ["Mamba", "Mamba 2", "gpt-oss", "Apertus"])[0] == []
 
 
 @on_mesh()

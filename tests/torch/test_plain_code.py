@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     ColwiseParallel,
+    ContextParallel,
     DTensor,
     PackedShard,
     Partial,
@@ -253,6 +254,10 @@ def corners(mesh: Any) -> None:
         # One head on each rank: cut at the heads, or at their features.
         flat = part(torch.ones(2, 3, 6, device=device()), 2)
         assert len(ways(flat.view(2, 3, 1, 6))) == 2
+        # An index that the rule knows on no shape, next to a tensor: its rule says nothing about parts.
+        assert isinstance(ways(x[0, :, :, torch.tensor([1, 0], device=device())]), Lost)
+        # Nothing reads the gradient of zeros that the program makes.
+        assert placed(x + torch.zeros(4, 6, device=device(), requires_grad=True).abs()) == [(Shard(2),)]
         # Pieces with other gradients are taken apart again, by split and by slices.
         whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)
         summed = DTensor.from_local(whole, tp, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -281,6 +286,9 @@ def corners(mesh: Any) -> None:
         kinds = len(following.findings)
         both.mean(0)
         assert len(following.findings) == kinds + 1
+        # The gradient of a parameter is read.
+        part(data, 2) + nn.Parameter(torch.zeros(4, 6, device=device())).abs()
+        assert len(following.findings) == kinds + 2 and not following.findings[-1].certain
 
     blind = get_platform()
     vars(blind)["follow"] = lambda follower: None
@@ -313,6 +321,11 @@ def under_fully_shard(mesh: Any) -> None:
         assert {f.kind for f in checked.findings} == {"whole"}, checked
         assert [f.module for f in checked.findings] == ["layers.0.w1", "layers.1.w1"]
         assert "(and in 1 more modules)" in str(checked)
+    # Sequences cut over the other dimension: what attention gives is this rank's heads still.
+    model = parallelize_module(made(Llama), mesh["tp"], LLAMA)
+    parallelize_module(model, mesh["dp"], {"layers.*.attention": ContextParallel()})
+    checked = followed(model)
+    assert not checked.findings and checked.asked, checked
 
 
 def test_under_fully_shard(pool: Any) -> None:

@@ -177,6 +177,10 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tight = said(capsys, "dry-run", *TINY, "--mesh", "8", "--batch", "8", "--search", "--memory", "1kb", status=1)
     assert "does not fit" in tight
     assert "does not divide over dp=64" in said(capsys, "dry-run", *TINY, "--mesh", "dp=64,tp=8", status=2)
+    cut = ["--batch", "8", "--search", "--sequences", "--cp", "2", "--cp", "4", "--json"]
+    ways = json.loads(said(capsys, "dry-run", *TINY, "--mesh", "8", *cut))["candidates"]
+    ran = {(way["cp"], way["tp"], way["plan"]) for way in ways if way["run"]}
+    assert {(2, 1, "-"), (4, 1, "-")} | {(c, 2, p) for c in (2, 4) for p in ("tp", "tp + sequence")} <= ran
 
 
 @makes_models

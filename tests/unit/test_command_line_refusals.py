@@ -97,6 +97,7 @@ ANYWHERE = [
     ("dry-run --model llama-tiny --mesh 2 --svg x.svg", 2, "--svg and --memory go with --search"),
     ("dry-run --model llama-tiny --mesh 2 --memory 1GB", 2, "--svg and --memory go with --search"),
     ("dry-run --model llama-tiny --mesh 2 --memory 1.2.3GB --search", 2, "'1.2.3GB' is not a size"),
+    ("dry-run --model llama-tiny --mesh 2 --sequences", 2, "--sequences goes with --search, and --cp with --sequences"),
     ("dry-run --model llama-tiny --mesh 2 --machine X", 2, "no machine is called 'X': there are 'H100'"),
     ("dry-run --model llama-tiny --mesh 2 --data-parallel weird", 2, "invalid choice: 'weird'"),
     ("dry-run --model llama-tiny --mesh dp=2,tp=2 --batch 3", 2, "--batch 3 does not divide over dp=2"),

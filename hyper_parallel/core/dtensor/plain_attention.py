@@ -19,7 +19,7 @@ from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
-from hyper_parallel.core.plain_code.contexts import unmarked
+from hyper_parallel.core.plain_code.contexts import marked_like, unmarked
 from hyper_parallel.core.rules.attention import cuts_sequence
 from hyper_parallel.core.rules.cut_attention import LATEST_WAY, run_again
 from hyper_parallel.core.rules.joined_attention import joined_attention
@@ -166,14 +166,15 @@ class _Parts(ABC):
         shape = tuple(x.shape)
         layout = get_layout(self.mesh, (Shard(len(shape) - 2),), (*shape[:-2], length, shape[-1]))
         if not isinstance(x, DTensor):
-            return DTensor._of_part(x, layout)
+            with unmarked():  # the caller says that it is a part
+                return DTensor._of_part(x, layout)
         return DTensor._of_part(x.to_local(), nest(layout, x.device_mesh, x.placements, layout.shape))
 
     def _part(self, y: Any, q: Any) -> Any:
         """Return this rank's shard of the output, distributed like the queries."""
         if not isinstance(q, DTensor):
             with unmarked():
-                return y.to_local()
+                return marked_like(y.to_local(), q)
         others: DeviceMesh = q.device_mesh
         placements = tuple(y.placements[y.device_mesh.index_of(others, d)] for d in range(others.ndim))
         shape = (*y.shape[:-2], q._layout.shape[-2], y.shape[-1])

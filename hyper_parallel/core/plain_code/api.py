@@ -50,8 +50,14 @@ def check_plain_code(model: Any) -> Iterator[Following]:
             f"{type(model).__name__}"
         )
     with follow(model, platform) as following:
-        handle = platform.register_forward_hook(model, lambda module, args, output: following.gives(output))
+        handles = (
+            platform.register_forward_pre_hook(
+                model, lambda module, args, kwargs: following.begins((args, kwargs)), prepend=True, with_kwargs=True
+            ),
+            platform.register_forward_hook(model, lambda module, args, output: following.gives(output)),
+        )
         try:
             yield following
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()

@@ -8,11 +8,13 @@ from typing import Any
 
 from hyper_parallel.core.communication.recorder import LISTENERS, CollectiveEvent
 from hyper_parallel.core.plain_code.following import FOLLOWING, Following
+from hyper_parallel.core.plain_code.marks import Held, Ways, held
+from hyper_parallel.core.plain_code.views import resized
 from hyper_parallel.platform import get_platform
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.modules import APPLIED
 
-__all__ = ["follow", "looking", "platform_of", "unmarked"]
+__all__ = ["follow", "looking", "marked_like", "platform_of", "unmarked"]
 
 
 @contextmanager
@@ -31,7 +33,10 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
     LISTENERS.append(_hear_nothing)  # styles look for a followed program only if there are listeners
     try:
         with handed_over:
-            yield following
+            try:
+                yield following
+            finally:
+                following.ends()
     finally:
         LISTENERS.remove(_hear_nothing)
         FOLLOWING[:] = [other for other in FOLLOWING if other is not following]
@@ -65,6 +70,18 @@ def unmarked() -> Iterator[None]:
         yield
     finally:
         following._own_samples = before
+
+
+def marked_like(y: Any, x: Any) -> Any:
+    """Return ``y`` with the marks of ``x``. Both have the same placements, and may differ in unsharded dimensions."""
+    following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
+    found = held(x)
+    if following is not None and found is not None and not following._platform.in_backward():
+        ways: Ways = found.ways
+        if isinstance(ways, tuple):
+            ways = tuple(None if mark is None else resized(mark, tuple(y.shape)) for mark in ways)
+        following._platform.write_mark(y, Held(ways, found.source, findings=found.findings))
+    return y
 
 
 def platform_of(model: Any) -> Platform:

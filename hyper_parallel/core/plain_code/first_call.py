@@ -65,7 +65,7 @@ class _Calls:
         self._done = self._records = False
         self._take_away = platform.around_calls(module, self._before, self._after)
 
-    def _before(self, module: Any) -> None:
+    def _before(self, module: Any, inputs: Any) -> None:
         self._stack.close()  # a failed call leaves the context open if the backend has no hook for failures
         self._following = None
         if self._done or (self._trained is not None and not self._records_now(self._trained())):
@@ -82,6 +82,7 @@ class _Calls:
             return
         calls = weakref.ref(self)  # an open context must not keep its module alive
         following.on_reached = lambda: calls()._refuse(following)  # type: ignore[union-attr]
+        following.begins(inputs)
         self._following = following
 
     def _after(self, module: Any, output: Any) -> None:

@@ -18,6 +18,7 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
 from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
+from hyper_parallel.core.plain_code.inputs import Inputs
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.report import Report
@@ -34,12 +35,14 @@ __all__ = ["FOLLOWING", "UNEVEN", "Following"]
 #: The reason for not following a shard whose size differs between ranks.
 UNEVEN = "parts of unequal size"
 _VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
+#: Operations whose result means the same as their operand, such as a cast.
+_SAME = ("alias", "contiguous", "linear_unary")
 #: The followed programs, innermost last. Only the innermost program gets reports.
 FOLLOWING: list[Following] = []
 
 
 class Following(Report):
-    """A followed program and its report. See `Report`.
+    """A followed program and its report.
 
     The backend reports operations. DTensors report conversions from and to plain tensors.
 
@@ -63,6 +66,7 @@ class Following(Report):
         self._ways: tuple[Mark | None, ...] = ()
         self._kept: tuple[Mark | None, ...] = ()
         self._roots: Roots = {}
+        self._inputs = Inputs()
 
     @property
     def is_here(self) -> bool:
@@ -117,18 +121,18 @@ class Following(Report):
             shapes = tuple(tuple(y.shape) for y in results)
             asked = Call(op.name, title, static, described, shapes, op.in_place, operands, target)
             verdict = self._verdict(asked, mesh)
-            problems = (*verdict.problems, *verdict.gradients)
+            problems = (*verdict.problems, *(p for p in verdict.gradients if p.certain or self._are_read(operands)))
             if not verdict.problems and None in described:
                 problems += number_problems(title, operands, self._roots, platform, results[0])
-            if problems:
-                findings += tuple(self._find(problem, title) for problem in problems)
+            findings += tuple(self._find(problem, title) for problem in problems)
             for note in verdict.notes:
                 self.notes[note] = self.notes.get(note, 0) + 1
             ways = (Lost("after a finding"),) * len(results) if verdict.problems else verdict.results
             lost = next((w for w in ways if isinstance(w, Lost)), None)
             if lost is not None and not verdict.problems and not any(isinstance(h.ways, Lost) for h in marks):
                 self.unknown[lost.why] = self.unknown.get(lost.why, 0) + 1
-        self._mark(results, ways, source, findings)
+        stated = op.name in _SAME and any(h.stated for h in marks)
+        self._mark(results, ways, source, findings, stated)
         if op.in_place:
             self._mark_base(operands[0], source, findings)
         return result
@@ -140,6 +144,18 @@ class Following(Report):
             marks.append(found)
         parameter = trains and isinstance(x, self._platform.Parameter)
         return Operand(tuple(x.shape), WHOLE if found is None else found.ways, trains, parameter)
+
+    def _are_read(self, operands: Sequence[Any]) -> bool:
+        """Return whether gradients of unmarked ``operands`` are read, as far as their graphs are known.
+
+        A program may set ``requires_grad`` of zeros that it has made, for the sake of activation checkpointing.
+        """
+        platform = self._platform
+        plain = [x for x in operands if platform.is_tensor(x) and platform.requires_grad(x) and held(x) is None]
+        kinds = (platform.Parameter, *self._inputs)
+        return any(isinstance(x, platform.Parameter) or x in self._inputs for x in plain) or any(
+            platform.is_made_with(x, kind) is not False for x in plain for kind in kinds
+        )
 
     def _verdict(self, call: Call, mesh: DeviceMesh) -> Verdict:
         """Return the verdict on a call. Verdicts are cached, because they do not depend on the values of tensors."""
@@ -171,10 +187,17 @@ class Following(Report):
                     return mark.layout.mesh
         return None
 
-    def _mark(self, tensors: Sequence[Any], ways: Sequence[Ways], source: str, findings: tuple[Finding, ...]) -> None:
+    def _mark(
+        self,
+        tensors: Sequence[Any],
+        ways: Sequence[Ways],
+        source: str,
+        findings: tuple[Finding, ...],
+        stated: bool = False,
+    ) -> None:
         for x, found in zip(tensors, ways, strict=False):
             if found != WHOLE or findings:
-                self._platform.write_mark(x, Held(found, source, findings=findings))
+                self._platform.write_mark(x, Held(found, source, stated, findings))
             elif held(x) is not None:
                 self._platform.write_mark(x, None)
 
@@ -285,6 +308,10 @@ class Following(Report):
         if not isinstance(ways, tuple) or self._own_samples or BATCH_PART.get() is not None:
             return
         platform, shape = self._platform, tuple(x.shape)
+        if ways == WHOLE and (mark := mark_of(layout)) is not None and is_even(layout) and x in self._inputs:
+            # The caller of the model gives this input as the style declares it.
+            self._inputs.declare(x, Held((mark,), stated=True), platform)
+            return
         trains = platform.requires_grad(x)
         computed = trains and bool(platform.is_made_with(x, x))
         problems = [misfit(mark, layout, shape, trains, computed) for mark in ways]
@@ -299,15 +326,25 @@ class Following(Report):
             if self.on_reached is not None:
                 self.on_reached()
 
+    def begins(self, inputs: Any) -> None:
+        """Note the ``inputs`` of the model: a style may declare that they are shards."""
+        for x in tensors_in(inputs, self._platform.Tensor):
+            self._inputs.add(x)
+
+    def ends(self) -> None:
+        """Remove the marks that styles gave to inputs of the model."""
+        self._inputs.clear(self._platform)
+
     def gives(self, output: Any) -> None:
-        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it."""
+        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it
+        or an input is placed so."""
         for y in tensors_in(output, self._platform.Tensor):
             self.reach(y)
             found = held(y)
             if found is None or found.stated or not isinstance(found.ways, tuple):
                 continue
             problem = output_problem(found.ways, tuple(y.shape), found.source)
-            if problem is not None:
+            if problem is not None and not self._inputs.are_placed_as(found.ways):
                 self._reached.add(self._find(problem, "the model's output"))
 
     def reach(self, values: Any) -> None:

@@ -32,7 +32,7 @@ from hyper_parallel.core.plain_code.marks import (
 from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem, reshape_problem, unfit_problem
 from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, piece_of_packed, reshaped, taken_along
 from hyper_parallel.core.rules import OPERATIONS
-from hyper_parallel.core.rules.op_sharding import LocalCall
+from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 
 #: Operations with an index tensor. Without a mark, the index may still differ between ranks, as that of a router's
 #: tokens does. A finding with such an index is not certain.
@@ -196,7 +196,11 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
         return (
             Verdict(results=(ways,))
             if ways
-            else Verdict(problems=(reshape_problem(call.title, mark, operand.shape, call.shapes[0]),))
+            else Verdict(
+                problems=(
+                    replace(reshape_problem(call.title, mark, operand.shape, call.shapes[0]), certain=not merged),
+                )
+            )
         )
     if call.name == "getitem" and mark is not None and operand is not None and len(call.operands) == 1:
         piece = piece_of_packed(mark, call.static[0], operand.shape)
@@ -207,15 +211,16 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
         described = enumerate(zip(call.operands, marks, strict=True))
         return [describe(assumed.get(i, m), x.shape) for i, (x, m) in described if x]
 
+    # Rows in another order, or rows that an index of this rank alone takes, may be right.
+    certain = not merged and not (call.name in _INDEXED and any(m is None for m in marks[1:]))
     shape = () if operand is None else operand.shape
     static = of_whole(call.name, call.static, shape, layouts[0] if layouts else None, len(call.shapes))
-    try:
-        sharding = OPERATIONS[call.name].rule(tuple(None if x is None else tuple(x.shape) for x in layouts), static)
-    except Exception:  # rules may assume a valid call, and global sizes may not fit together
-        sharding = None
+    sharding = _sharding(call.name, tuple(None if x is None else tuple(x.shape) for x in layouts), static)
     if sharding is None:
-        if sum(x is not None for x in call.operands) > 1 or call.name == "split":
-            return Verdict(problems=(unfit_problem(call.title, call.name, texts()),))
+        several = sum(x is not None for x in call.operands) > 1 or call.name == "split"
+        # A rule that does not know these arguments does not know them on one device either.
+        if several and _sharding(call.name, tuple(None if x is None else x.shape for x in call.operands), call.static):
+            return Verdict(problems=(replace(unfit_problem(call.title, call.name, texts()), certain=certain),))
         return Verdict(results=(Lost(f"{call.title} with arguments that its rule does not know"),) * len(call.shapes))
     strategy = solve(sharding, layouts, mesh, pinned=0 if call.in_place else None)
     if strategy is None:
@@ -232,9 +237,16 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
         if not native and not _is_native(sharding.call, call, strategy, mesh):
             problems.append(moved_problem(call.title, call.name, texts(), None, None))
     if problems:
-        certain = not merged and not (call.name in _INDEXED and any(m is None for m in marks[1:]))
         return Verdict(problems=tuple(replace(problem, certain=certain) for problem in problems))
     return _right(call, marks, strategy, layouts, assumed, merged, draws)
+
+
+def _sharding(name: str, shapes: tuple, static: Any) -> OpSharding | None:
+    """Return the answer of a rule: None for misfitting operands, and for arguments that the rule does not know."""
+    try:
+        return OPERATIONS[name].rule(shapes, static)
+    except Exception:  # rules may assume a valid call
+        return None
 
 
 def _right(

@@ -1,4 +1,4 @@
-"""`Report` of a followed program: its findings, and the text about them."""
+"""`Report`: the findings in a followed program, and operations that could not be followed, as text and as a dict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Report"]
 
 
 class Report:
-    """The findings in a program. ``print`` shows them. It is true if there are none.
+    """A report on a program. ``print`` shows it. It is true if there are no findings.
 
     Attributes:
         findings: the findings in order of discovery, without duplicates.
@@ -66,8 +66,5 @@ class Report:
         first = f"{count or 'no'} finding{'s' * (count != 1)} in plain code, of {self.asked} operations"
         unknown = [f"not followed, {n} times: {name}" for name, n in self.unknown.items()]
         return "\n".join([first, *self.lines(), *unknown])
-
-    def __bool__(self) -> bool:
-        return not self._found
 
     __repr__ = __str__

@@ -27,7 +27,7 @@ def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tup
     if not cut:
         return (Mark(get_layout(layout.mesh, layout.placements, after), mark.summed),)
     if mark.merged:
-        return _taken_apart(mark, before, after, cut[0])
+        return tuple(_by_blocks(mark, before, after, cut[0]))
     rule = OPERATIONS["reshape"].rule
     found = []
     for dims in itertools.product(range(len(after)), repeat=len(cut)):
@@ -44,35 +44,28 @@ def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tup
         if tuple(result.local_shape) == tuple(after) and is_even(result):
             found.append(Mark(result, mark.summed))
     if len(cut) == 1:
-        found += _merged(mark, before, after, cut[0])
+        found += _by_blocks(mark, before, after, cut[0])
     return tuple(dict.fromkeys(found))
 
 
-def _merged(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[Mark]:
-    """Return the marks after the sharded dimension is merged into outer dimensions.
+def _by_blocks(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[Mark]:
+    """Return the marks after a reshape of a tensor that is sharded along ``dim`` only.
 
-    An example is (batch, heads) to (batch * heads) with sharded heads.
+    In row-major order, each rank has consecutive blocks of elements. A dimension of the result is sharded if it ends
+    where a block ends. If it covers several blocks, outer dimensions were merged into it, as (batch, heads) into
+    (batch * heads).
     """
-    size, outside = before[dim], math.prod(before[:dim])
-    if outside == 1 or any(isinstance(p, PackedShard) for p in mark.layout.placements):
+    if any(isinstance(p, PackedShard) for p in mark.layout.placements):
         return []
-    return [
-        _cut(mark, after, j, size)
-        for j, s in enumerate(after)
-        if math.prod(after[: j + 1]) == outside * size and s > size and s % size == 0
-    ]
-
-
-def _taken_apart(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> tuple[Mark, ...]:
-    """Return the marks after a merged dimension is split into the original dimensions, or is left unchanged."""
-    size, outside = before[dim], math.prod(before[:dim])
+    block = (mark.merged or before[dim]) * math.prod(before[dim + 1 :])
     found = []
-    for j, s in enumerate(after):
-        if s == mark.merged and math.prod(after[: j + 1]) == outside * size:
+    for j, size in enumerate(after):
+        inside = math.prod(after[j + 1 :])
+        if size * inside == block:
             found.append(_cut(mark, after, j, 0))
-        if s == size and math.prod(after[:j]) == outside:
-            found.append(_cut(mark, after, j, mark.merged))
-    return tuple(found)
+        elif size * inside % block == 0 and block % inside == 0 and block > inside:
+            found.append(_cut(mark, after, j, block // inside))
+    return found
 
 
 def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
@@ -85,6 +78,15 @@ def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
             placements[d] = Shard(dim)
             whole[dim] *= layout.mesh.shape[d]
     return Mark(get_layout(layout.mesh, tuple(placements), tuple(whole)), mark.summed, merged)
+
+
+def resized(mark: Mark, shape: tuple[int, ...]) -> Mark:
+    """Return the mark of a tensor of local ``shape`` with the placements of ``mark``."""
+    layout, whole = mark.layout, list(shape)
+    for d, p in enumerate(layout.placements):
+        if isinstance(p, Shard):
+            whole[p.dim] *= layout.mesh.shape[d]
+    return Mark(get_layout(layout.mesh, layout.placements, tuple(whole)), mark.summed, mark.merged)
 
 
 def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | None, results: int) -> Any:

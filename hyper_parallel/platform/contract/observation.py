@@ -104,11 +104,12 @@ class ObservationRole:
         return
 
     def around_calls(
-        self, module: Module, before: Callable[[Module], None], after: Callable[[Module, Any], None]
+        self, module: Module, before: Callable[[Module, Any], None], after: Callable[[Module, Any], None]
     ) -> Callable[[], None]:
-        """Call ``before(module)`` and ``after(module, output)`` around each eager call of ``module``. Of a call that
-        fails the output is None. Compilers see neither, and copies of the module have neither. Returns a function that
-        takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call them."""
+        """Call ``before(module, (args, kwargs))`` and ``after(module, output)`` around each eager call of ``module``.
+        Of a call that fails the output is None. Compilers see neither, and copies of the module have neither. Returns a
+        function that takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call
+        them."""
         return lambda: None
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
@@ -127,8 +128,8 @@ class ObservationRole:
         return self.collective_kind(native) is not None
 
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
-        """Return whether the recorded graph of the plain tensor ``x`` leads back to ``parameter``. None if ``x`` has no
-        recorded graph, or the backend cannot know."""
+        """Return whether the recorded graph of the plain tensor ``x`` leads back to ``parameter``, or to some parameter
+        if ``parameter`` is the class of parameters. None if ``x`` has no recorded graph, or the backend cannot know."""
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:

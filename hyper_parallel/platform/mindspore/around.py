@@ -16,7 +16,7 @@ _AROUND: weakref.WeakKeyDictionary[nn.Cell, tuple[Callable, Callable]] = weakref
 
 
 def around_calls(
-    module: nn.Cell, before: Callable[[nn.Cell], None], after: Callable[[nn.Cell, Any], None]
+    module: nn.Cell, before: Callable[[nn.Cell, Any], None], after: Callable[[nn.Cell, Any], None]
 ) -> Callable[[], None]:
     """Call ``before`` and ``after`` around each call of a cell, and return a function that undoes it.
 
@@ -44,7 +44,7 @@ def _class_around(cls: type) -> type:
         before, after = _AROUND.get(self, (None, None))
         if before is None or after is None:
             return cls.__call__(self, *args, **kwargs)
-        before(self)
+        before(self, (args, kwargs))
         output = None
         try:
             output = cls.__call__(self, *args, **kwargs)

@@ -37,6 +37,7 @@ from hyper_parallel.core.dtensor.undistributed import planned_meshes
 from hyper_parallel.core.plain_code.contexts import follow
 from hyper_parallel.core.plain_code.first_call import VARIABLE
 from hyper_parallel.core.plain_code.following import FOLLOWING
+from hyper_parallel.core.plain_code.marks import held
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import block_plan, compare, floats
@@ -160,11 +161,13 @@ def attention(module: Any, x: Any, a: Any) -> Any:
 
 
 def merged(module: Any, x: Any, a: Any) -> Any:
-    """Heads that are merged with the batch, and taken apart again."""
+    """Heads that are merged with the batch, and with the tokens behind them, and taken apart again."""
     b, t = x.shape[:2]
     y = a.transpose(a.reshape(module.up(x), (b, t, -1, 6)), 1, 2)
     h = y.shape[1]
     y = a.softmax(a.reshape(y, (b * h, t, 6)), -1)
+    y = a.softmax(a.reshape(y, (b * h * t, 6)), -1)
+    y = a.reshape(a.reshape(y, (b, h, t, 6)), (-1, 6))
     y = a.transpose(a.reshape(y, (b, h, t, 6)), 1, 2)
     return module.down(a.reshape(y, (b, t, -1)))
 
@@ -295,6 +298,7 @@ RIGHT = {
     "tokens of a part": Case(routed, plan=BY_TOKEN, modules=ROUTED),
     "given by a style": Case(lambda m, x, a: m.up(x), plan={"up": C()}),
     "sizes": Case(lambda m, x, a: m.down((y := m.up(x)) * (y.shape[-1] % 4 + y.shape[1]) ** -0.5)),
+    "given by a style, negative": Case(lambda m, x, a: -m.up(x), plan={"up": C()}),
 }
 
 
@@ -479,6 +483,29 @@ def checked(value: str = "") -> Iterator[None]:
             os.environ[VARIABLE] = before
 
 
+def parts_in_and_out(made: Callable[..., Any], x: np.ndarray) -> None:
+    """Blocks of which each rank gets and gives a part of the sequence: two by themselves, one after another."""
+    adapter, platform = get_adapter(), get_platform()
+
+    def block(module: Any, x: Any, a: Any) -> Any:
+        return x + module.down(a.relu(module.up(module.norm(x))))
+
+    blocks = [made(block, BY_SEQUENCE | {"up": C(input_layouts=Shard(1))}, SEQUENCE) for _ in range(2)]
+
+    def chain(given: Any) -> Any:
+        y = adapter.call(blocks[1], adapter.call(blocks[0], given))
+        return adapter.sum(y), y
+
+    with strict():
+        adapter.model_value_and_grads(blocks[1], chain, x)
+    # The caller's tensor has no mark afterwards: the next program may take it for something else.
+    given = adapter.tensor(x)
+    with check_plain_code(blocks[0]) as report, platform.no_grad():
+        adapter.call(blocks[0], given)
+        inside = held(given)
+    assert not report.findings and inside is not None and held(given) is None
+
+
 @spmd.on_mesh()
 def first_calls(mesh: Any) -> None:
     adapter = get_adapter()
@@ -531,6 +558,8 @@ def first_calls(mesh: Any) -> None:
     assert len(str(caught[-1].message).splitlines()) == 2
     usual = step(made(in_heads, MLP | {"norm": HeadNormParallel()}, HEAD_NORM))
     np.testing.assert_allclose(adapter.numpy(by_sequence), adapter.numpy(usual), rtol=1e-5)
+
+    parts_in_and_out(made, x[:, :2])
 
     # A right program goes on, and its copy.
     right = made(RIGHT["mlp"].run)

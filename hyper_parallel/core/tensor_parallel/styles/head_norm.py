@@ -31,7 +31,7 @@ class HeadNormParallel(ModuleStyle):
 
     input_layouts = (Shard(-2),)
     output_layouts = None
-    whole_dims = 1
+    whole_dims: int = 1
     compares_input = False
     has_program = True
 
@@ -43,5 +43,6 @@ class HeadNormParallel(ModuleStyle):
         # sharded, and for shards of any size. So ranks do not compare the sizes of their shards.
         usual = given = self.input_layouts[i]
         if FOLLOWING:
-            given = FOLLOWING[-1].cut_of(x, mesh, mesh.platform.normalized_dims(module) or 1, usual) or usual
+            whole = mesh.platform.normalized_dims(module) or self.whole_dims
+            given = FOLLOWING[-1].cut_of(x, mesh, whole, usual) or usual
         return to_placement(x, mesh, given, None, what)

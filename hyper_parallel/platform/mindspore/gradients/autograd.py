@@ -253,6 +253,8 @@ class AutogradVerbs:
 
     def is_made_with(self, x: Any, parameter: Any) -> bool | None:
         """Return whether the recorded graph of ``x`` leads back to ``parameter``; see `Platform.is_made_with`."""
+        if isinstance(parameter, type):
+            return None
         node = grad_node(parameter)
         return (
             None

@@ -63,12 +63,14 @@ class EagerHook:
 
 
 def around_calls(
-    module: nn.Module, before: Callable[[nn.Module], None], after: Callable[[nn.Module, Any], None]
+    module: nn.Module, before: Callable[[nn.Module, Any], None], after: Callable[[nn.Module, Any], None]
 ) -> Callable[[], None]:
     """Call ``before`` and ``after`` around each call of a module, and return a function that undoes it. The module
     keeps its class, which user code may compare. See `Platform.around_calls`."""
     handles = (
-        module.register_forward_pre_hook(EagerHook(lambda module, args: before(module)), prepend=True),
+        module.register_forward_pre_hook(
+            EagerHook(lambda module, args, kwargs: before(module, (args, kwargs))), prepend=True, with_kwargs=True
+        ),
         module.register_forward_hook(EagerHook(lambda module, args, output: after(module, output)), always_call=True),
     )
 

@@ -190,13 +190,15 @@ class AutogradVerbs(Platform):
         """Return whether the recorded graph of ``x`` leads back to ``parameter``; see `Platform.is_made_with`."""
         if not x.requires_grad:
             return None
-        todo, seen, wanted = [x.grad_fn], {None}, parameter.grad_fn
+        any_of = parameter if isinstance(parameter, type) else ()
+        todo, seen, wanted = [x.grad_fn], {None}, None if any_of else parameter.grad_fn
         while todo:
             node = todo.pop()
             if node in seen:
                 continue
             seen.add(node)
-            if node is wanted or getattr(node, "variable", None) is parameter:
+            leaf = getattr(node, "variable", None)
+            if node is wanted or leaf is parameter or isinstance(leaf, any_of):
                 return True
             todo += [below for below, _ in node.next_functions]
         return False
