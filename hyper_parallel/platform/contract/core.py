@@ -81,8 +81,7 @@ class Core(CompiledLosses, Protocol):
         """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
-        """Report ``error`` in a backward pass to the other ranks of ``meshes``, on which it communicates; see
-        `Platform.tell_of_failure`."""
+        """Report ``error`` in a backward pass on ``meshes`` to the other ranks (`Platform.tell_of_failure`)."""
 
     def open_block(self) -> AbstractContextManager[Any] | None:
         """Return a nested `coalesce_gradients` block if the caller is inside such a block, else None."""
@@ -115,8 +114,7 @@ class Core(CompiledLosses, Protocol):
         """Return the norms of full tensors from new norms of local tensors: sums over ranks if ``order`` is 0 or 1."""
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
-        """Return the maximum of ``value`` over all ranks that share one of the sharded tensors. ``value`` may be
-        overwritten."""
+        """Return the maximum of ``value``, which may be overwritten, over all ranks that share a sharded tensor."""
 
     def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
         """Convert layouts on slices of one mesh to equivalent layouts on that mesh, with the same local tensors.
@@ -152,6 +150,9 @@ class Core(CompiledLosses, Protocol):
         """Broadcast the picklable ``value`` of the first rank of ``mesh`` to all of its ranks."""
 
     # ------------------------------------------------------------------------------------ refusals
+    def owner_of(self, x: Tensor) -> str | None:
+        """Return the name of a distributed parameter or buffer, ``"weight of 'layers.0.norm'"``; None for others."""
+
     def refuse_part_of_classes(self, count: int, logits: Tensor | None = None) -> None:
         """Check plain logits of ``count`` classes that are passed to a loss of the framework. Raises ValueError if they
         may be one rank's shard of a module's classes. ``logits``, where known, can disprove that."""
