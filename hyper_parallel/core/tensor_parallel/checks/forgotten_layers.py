@@ -85,14 +85,17 @@ def guard_forgotten_layers(
             continue
         kind = platform.kind_of(module)
         dim = kind.out_dim if platform.is_linear_module(module) else 1
-        features = int(getattr(module, kind.weight).shape[dim])
-        sizes = shard_sizes(Shard(0), features, mesh.size())
-        if max(sizes) == features:
-            continue  # a rank with all features could not detect that other ranks have none
-        own = sizes[mesh.get_local_rank()]
-        remember_part_of_classes(module, source, features, own, mesh)
-        for path, taker, along, styled in takes.pop(features, ()):  # one guard for each layer, for the first source
-            guards.append((path, taker, _Guard(path, source, features, along, styled, own, str(mesh))))
+        whole = int(getattr(module, kind.weight).shape[dim])
+        parts = style.parts(module, platform) if platform.is_linear_module(module) else None
+        for features in dict.fromkeys((whole, *(parts or ()))):  # the parts of a packed weight are taken apart
+            sizes = shard_sizes(Shard(0), features, mesh.size())
+            if max(sizes) == features:
+                continue  # a rank with all features could not detect that other ranks have none
+            own = sizes[mesh.get_local_rank()]
+            if features == whole:
+                remember_part_of_classes(module, source, features, own, mesh)
+            for path, taker, along, styled in takes.pop(features, ()):  # one guard for each layer, for the first source
+                guards.append((path, taker, _Guard(path, source, features, along, styled, own, str(mesh))))
     return guards
 
 
