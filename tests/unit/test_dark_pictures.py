@@ -35,7 +35,7 @@ def contrast(a: str, b: str) -> float:
 
 
 def faint(text: str, dark: bool) -> list[str]:
-    """Texts and outlines of a picture with too little contrast to what is behind them."""
+    """Texts and outlines of a picture with too little contrast to their background."""
     root = ElementTree.fromstring(text)
     rules = re.findall(r"\[(fill|stroke)='([^']+)'\]\{(?:fill|stroke):([^}]+)\}", text)
     mapped = {(kind, light): colour for kind, light, colour in rules}

@@ -1,8 +1,8 @@
 """Reads of values that need a collective, such as ``loss.item()`` of a partial loss.
 
 A rank that reads alone, inside ``if rank == 0``, waits until the time-out of its process group. No rank can know this
-without communication. So a wait that is longer than `SLOW` is written to the log, with the line of the program and the
-remedy. The error of the time-out has the same remedy.
+without communication. The log tells of a wait that is longer than `SLOW`, with the line of the program and the remedy.
+The error of the time-out has the same remedy.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: Canon
 def operand_name(operands: Sequence[Any], i: int, platform: Any, canonical: CanonicalOp | None = None) -> str:
     """Return the name of operand ``i`` in messages.
 
-    It is a parameter or buffer of a known module, or the argument and the variable of the program that holds it.
+    It is a parameter or buffer of a known module. For another tensor it is the argument, and the program's variable.
 
     Args:
         operands: operands of the operation.

@@ -15,6 +15,7 @@ from hyper_parallel.core.tensor_parallel.program.planned_parameters import modul
 from hyper_parallel.core.tensor_parallel.styles.base import is_styled
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.weight import recurrent_kind
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def guard_forgotten_layers(
 
 
 #: Attribute with the number of input features -> dimension of the features in the input. These are attributes of
-#: recurrent layers, attention and batch norms, and have the same names in both frameworks.
+#: recurrent cells, attention and batch norms, and have the same names in both frameworks.
 _NUMBERS = {"input_size": -1, "embed_dim": -1, "num_features": 1}
 _STYLED = "RowwiseParallel() (a norm SequenceParallel())"
 _DIMS = {-1: "the last dimension", 1: "dimension 1"}
@@ -122,6 +123,9 @@ def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
         return (sizes.pop()[0], -1, _STYLED) if len(sizes) == 1 else None
     if not any(True for _ in platform.named_parameters(module)):
         return None  # a container; its layers are examined themselves
+    if recurrent_kind(module, platform):
+        own = dict(platform.named_parameters(module))
+        return int(next(p for name, p in own.items() if name.startswith("weight_ih")).shape[-1]), -1, ""
     for name, dim in _NUMBERS.items():
         if isinstance(features := getattr(module, name, None), int):
             return features, dim, ""

@@ -30,7 +30,7 @@ class _Projection:
         inputs: global number of input features.
         features: global number of output features.
         taken: number of input features -> path of the first `RowwiseParallel` layer next to it with this number.
-        beside: the same for layers without a style, if the projection has a fused name and ``taken`` is empty.
+        unstyled: the same for layers without a style, if the projection has a fused name and ``taken`` is empty.
         alone: whether keys and values have separate layers, which may include this one.
     """
 
@@ -40,7 +40,7 @@ class _Projection:
     inputs: int
     features: int
     taken: dict[int, str]
-    beside: dict[int, str]
+    unstyled: dict[int, str]
     alone: bool
 
     @property
@@ -94,14 +94,14 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
             continue  # code splits a DTensor or a gathered output by its global sizes
         parent, _, name = path.rpartition(".")
         taken = rows.get(parent, {}) if path else {}
-        beside = unplanned.get(parent, {}) if path and not taken and FUSED.match(name) else {}
+        unstyled = unplanned.get(parent, {}) if path and not taken and FUSED.match(name) else {}
         yield _Projection(
             path,
             module,
             style,
             *linear_sizes(module, platform),
             taken,
-            beside,
+            unstyled,
             bool(path) and parent in with_keys,
         )
 
@@ -178,14 +178,14 @@ def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
     """Raise ValueError if the next layer takes a half or a third of the features, which indicates a packed weight."""
     if projection.features in projection.taken:
         return
-    for size, path in (projection.taken or projection.beside).items():
+    for size, path in (projection.taken or projection.unstyled).items():
         for times, word, what in (
             (2, "twice", "two matrices in one (gate and up, keys and values)"),
             (3, "three times", "three matrices in one (queries, keys and values)"),
         ):
             if times * size == projection.features:
                 row = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
-                row = row if projection.beside else ""
+                row = row if projection.unstyled else ""
                 raise ValueError(
                     f"{projection.path!r} has {projection.features} output features, {word} the {size} that {path!r} "
                     f"takes, as {what} or one whose parts alternate, and {projection.style!r} cuts dimension "

@@ -123,19 +123,20 @@ class NoParallel(ModuleStyle):
     def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
         if not isinstance(output, (tuple, list)) or not output:
             return super().prepare_outputs(module, output, mesh)
-        platform, what = mesh.platform, f"an output of {module_label(module)}"
+        platform, name = mesh.platform, module_label(module)
 
         def further(y: Any) -> Any:
-            y = to_output(y, mesh, Replicate(), self.use_local_output, what)
-            return read_by_parts(y, mesh, -1) if self.partial_output_features < 0 else y
+            if not isinstance(y, DTensor):
+                return y  # an input that is passed on
+            y = to_output(y, mesh, Replicate(), self.use_local_output, f"an output of {name}")
+            return read_by_parts(y, mesh) if self.partial_output_features < 0 else y
 
-        def others(tree: Any) -> Any:
-            return map_tensors(tree, further, platform, lambda other: other)
+        def convert(i: int, y: Any) -> Any:
+            if i == 0 and isinstance(y, DTensor):
+                return self.prepare_output(module, y, 0, f"output 0 of {name}", mesh)
+            return map_tensors(y, further, platform, lambda other: other)
 
-        first = output[0]
-        if platform.is_tensor(first):
-            first = self.prepare_output(module, first, 0, f"output 0 of {module_label(module)}", mesh)
-        new = [first if platform.is_tensor(output[0]) else others(first), *map(others, output[1:])]
+        new = [convert(i, y) for i, y in enumerate(output)]
         return type(output)(*new) if hasattr(output, "_fields") else type(output)(new)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:

@@ -202,7 +202,7 @@ def recurrent_kind(module: Any, platform: Platform) -> str:
 
     They are known by the names of their parameters, which are the same in both frameworks.
     """
-    names = [name.rpartition(".")[2] for name, _ in platform.named_parameters(module)]
-    if not any(name.startswith("weight_hh") for name in names) or not hasattr(module, "hidden_size"):
+    names = [name for name, _ in platform.named_parameters(module) if name.startswith(("weight_ih", "weight_hh"))]
+    if len(names) < 2 or not hasattr(module, "hidden_size"):
         return ""
     return "cell" if "weight_hh" in names else "layer"
