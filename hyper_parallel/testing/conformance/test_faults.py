@@ -158,7 +158,7 @@ def test_a_long_read_is_told(pool: Any) -> None:
     for rank, (said, left) in enumerate(pool.run(2, waiting)):
         (message,) = said
         line, remedy = message.splitlines()
-        assert line.startswith(f"rank {rank} has waited ") and line.endswith(": assert loss.item() == 2"), message
+        assert line.startswith(f"rank {rank} has waited ") and "test_faults.py:" in line, message  # the line of `late`
         assert remedy.startswith(
             "item() of a tensor of shape (), placed [Partial(sum)], waits until all ranks of Device"
         )

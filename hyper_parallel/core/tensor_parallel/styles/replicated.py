@@ -141,12 +141,6 @@ class NoParallel(ModuleStyle):
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
         platform, is_whole = mesh.platform, self.input_layout is Replicate()
-        if (
-            platform.is_linear_module(module)
-            or platform.is_embedding_module(module)
-            or platform.normalized_dims(module)
-        ):
-            return super()._new_forward(module, forward, mesh)  # its forward makes no tensors
 
         def alike(module: Any, *args: Any, **kwargs: Any) -> Any:
             """Run the forward, in which plain tensors are equal on all ranks: initial states, masks, further inputs."""
