@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mindspore import Tensor, mint, nn
+from mindspore import Tensor, mint, nn, ops
 
 from hyper_parallel import (
     ColwiseParallel,
@@ -55,7 +55,7 @@ class AroundCell(Around):
             zeros = mint.zeros((y.shape[0], HIDDEN))
             state = self.layer(y[:, i], (zeros, zeros) if state is None else state)
             steps.append(state[0])
-        return mint.stack(steps, 1)
+        return ops.stack(steps, 1)
 
 
 class AroundAttention(Around):

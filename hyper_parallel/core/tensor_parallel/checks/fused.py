@@ -67,7 +67,8 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
         if latent is not None and projection.taken:
             _check_latent(projection, latent, mesh)
         elif style.packed is None and style.heads is None and (attention is None or FUSED.match(projection.name)):
-            _check_multiples(projection, mesh)
+            known = projection.taken or (projection.unstyled if attention is None else {})
+            _check_multiples(projection, known, mesh)
 
 
 def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[_Projection]:
@@ -174,18 +175,18 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
         )
 
 
-def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
+def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: DeviceMesh) -> None:
     """Raise ValueError if the next layer takes a half or a third of the features, which indicates a packed weight."""
     if projection.features in projection.taken:
         return
-    for size, path in (projection.taken or projection.unstyled).items():
+    for size, path in taken.items():
         for times, word, what in (
             (2, "twice", "two matrices in one (gate and up, keys and values)"),
             (3, "three times", "three matrices in one (queries, keys and values)"),
         ):
             if times * size == projection.features:
                 row = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
-                row = row if projection.unstyled else ""
+                row = "" if projection.taken else row
                 raise ValueError(
                     f"{projection.path!r} has {projection.features} output features, {word} the {size} that {path!r} "
                     f"takes, as {what} or one whose parts alternate, and {projection.style!r} cuts dimension "
