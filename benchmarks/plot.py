@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
+from hyper_parallel.debug.svg import dark_style
+
 __all__ = ["draw"]
 
 CASES = ("mlp", "llama")
@@ -28,6 +30,19 @@ TICKS = (0.5, 1, 2, 4, 8, 16)
 WIDTH, LABEL, RIGHT = 890, 360, 60
 BAR, GAP, TITLE, TOP, BOTTOM = 14, 4, 34, 30, 34
 COLOURS = {"unsharded": "#b0b0b0", "hand-written": "#7a7a7a", "hyper_parallel": "#2563a8", "torch": "#c8752d"}
+#: Colour on a white page -> colour on a dark page.
+DARK = {
+    "#fff": "#16181d",
+    "#111": "#f2f2f2",
+    "#222": "#e8e8e8",
+    "#444": "#c8c8c8",
+    "#c33": "#ff7a7a",
+    "#ddd": "#44474d",
+    "#b0b0b0": "#6c7078",
+    "#7a7a7a": "#a2a5aa",
+    "#2563a8": "#5b9be0",
+    "#c8752d": "#e09350",
+}
 
 
 def _x(ratio: float) -> float:
@@ -90,19 +105,13 @@ def draw(record: Mapping[str, Any]) -> str:
     caption = (
         f"Time relative to hand-written Megatron code (1). {environment['processor']}, torch {environment['torch']}."
     )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + BOTTOM:.0f}" '
-            'font-family="sans-serif" font-size="12" role="img">',
-            f"<title>{escape(caption)}</title>",
-            '<rect width="100%" height="100%" fill="#fff"/>',
-            _text(8, 20, caption, fill="#444"),
-            *axis,
-            *bars,
-            "</svg>",
-            "",
-        ]
+    opened = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{y + BOTTOM:.0f}" fill="#222" '
+        'font-family="sans-serif" font-size="12" role="img">'
     )
+    drawn = ['<rect width="100%" height="100%" fill="#fff"/>', _text(8, 20, caption, fill="#444"), *axis, *bars]
+    style = dark_style(DARK, "".join([opened, *drawn]))
+    return "\n".join([opened, f"<title>{escape(caption)}</title>", style, *drawn, "</svg>", ""])
 
 
 if __name__ == "__main__":

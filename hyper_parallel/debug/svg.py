@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["COLOURS", "Svg", "svg_of_lines"]
+__all__ = ["COLOURS", "DARK", "Svg", "dark_style", "svg_of_lines"]
 
 #: Colours that are readable on white and distinguishable, also for the colour-blind (Okabe and Ito 2008, lightened).
 COLOURS = ("#9ecae9", "#f6c177", "#a3d9b1", "#f4a6a0", "#cdb7e9", "#f2e08a", "#b8c4ce", "#e5b8d0")
+#: Colour on a white page -> colour of the same part on a dark page. The colours of boxes carry text in both.
+DARK = {
+    "white": "#16181d",
+    "#fff": "#16181d",
+    "#fafafa": "#1f2229",
+    "#eaf4ea": "#18301c",
+    "#e8e8e8": "#3a3d42",
+    "#ddd": "#44474d",
+    "#222": "#e8e8e8",
+    "#555": "#b4b7bc",
+    "#070": "#7ed07e",
+    "#9ecae9": "#2b5f86",
+    "#f6c177": "#825410",
+    "#a3d9b1": "#2c6a3e",
+    "#f4a6a0": "#8f3a34",
+    "#cdb7e9": "#5d4289",
+    "#f2e08a": "#655a12",
+    "#b8c4ce": "#47535e",
+    "#e5b8d0": "#7c3f60",
+}
 _FONT = "font-family='ui-monospace, SFMono-Regular, Menlo, Consolas, monospace' font-size='12'"
 #: Width and height of a character of that font.
 WIDTH, HEIGHT = 7.3, 18
@@ -30,7 +50,7 @@ class Svg:
         self._grow(x + width, y + height)
         if label:
             self._parts.append(
-                f"<text x='{x + width / 2:.1f}' y='{y + height / 2 + 4:.1f}' text-anchor='middle' {_FONT}>"
+                f"<text x='{x + width / 2:.1f}' y='{y + height / 2 + 4:.1f}' text-anchor='middle' fill='#222' {_FONT}>"
                 f"{escape(label)}</text>"
             )
 
@@ -60,13 +80,32 @@ class Svg:
 
     def __str__(self) -> str:
         width, height = self.width + 12, self.height + 12
+        drawn = f"<rect width='100%' height='100%' fill='white'/>{''.join(self._parts)}"
         return (
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {width:.0f} {height:.0f}' width='{width:.0f}' "
-            f"height='{height:.0f}'><rect width='100%' height='100%' fill='white'/>{''.join(self._parts)}</svg>\n"
+            f"height='{height:.0f}'>{dark_style(DARK, drawn)}{drawn}</svg>\n"
         )
 
     def _grow(self, x: float, y: float) -> None:
         self.width, self.height = max(self.width, x), max(self.height, y)
+
+
+def dark_style(dark: Mapping[str, str], drawn: str) -> str:
+    """Return the style element that gives a picture other colours on a dark page.
+
+    A renderer without style sheets draws the attributes, which are the colours on a white page.
+
+    Args:
+        dark: colour on a white page -> colour on a dark page.
+        drawn: elements of the picture. The style lists the colours that they have.
+    """
+    rules = "".join(
+        f"[{kind}='{light}']{{{kind}:{colour}}}"
+        for light, colour in dark.items()
+        for kind in ("fill", "stroke")
+        if f"{kind}='{light}'" in drawn or f'{kind}="{light}"' in drawn
+    )
+    return f"<style>@media (prefers-color-scheme: dark){{{rules}}}</style>"
 
 
 def svg_of_lines(lines: Sequence[str]) -> str:

@@ -338,7 +338,7 @@ def _plot(result: SearchResult) -> str:
     picture.box(left, top, width, height, "#fafafa")
     at = left + width * result.memory_limit / most
     picture.box(left, top, at - left, height, "#eaf4ea")
-    picture.text(at + 4, top + 14, f"limit {format_bytes(result.memory_limit)}", colour="#080")
+    picture.text(at + 4, top + 14, f"limit {format_bytes(result.memory_limit)}", colour="#070")
     plans = list(dict.fromkeys((c.plan, c.recompute) for c in known))
     for c in known:
         assert c.run is not None

@@ -176,7 +176,7 @@ def plain_parameters_as_left_operands(mesh: Any) -> list[Any]:
         [w.shape for r, w in zip(results, wanted, strict=True) if not np.allclose(whole(r), w)],
         float(scale),
         product.tolist(),
-        error_of(lambda: matrix @ x).startswith("ValueError: MatMulExt got a plain tensor (operand 0"),
+        error_of(lambda: matrix @ x).startswith("ValueError: MatMulExt got a plain tensor (argument 'x',"),
     ]
 
 

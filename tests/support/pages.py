@@ -121,7 +121,11 @@ class RoutedModel(Model):
         self.layers = nn.ModuleList(RoutedLayer() for _ in range(2))
 model = RoutedModel()
 """,
-    "docs/faults.md": "def step(batch):\n    return model(batch).sum()",
+    "docs/faults.md": """
+mesh = init_device_mesh()
+def step(batch):
+    return DTensor.from_local(model(batch).sum(), mesh, [Partial()])
+""",
     "docs/huggingface.md": """
 from transformers import LlamaConfig, LlamaForCausalLM
 from hyper_parallel.integrations.huggingface import parallelize_model

@@ -47,6 +47,27 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert referenced() == set(public())
 
 
+#: Names of `DeviceMesh` that users call: those of torch's meshes, and what this library adds.
+OF_MESHES = {
+    *("from_group", "get_all_groups", "get_coordinate", "get_group", "get_local_rank", "get_rank", "mesh", "size"),
+    *("from_torch", "get_root_mesh", "to_torch"),
+}
+
+
+def test_the_reference_of_meshes_has_no_internals() -> None:
+    text = (DOCS / "reference" / "meshes_and_tensors.md").read_text(encoding="utf-8")
+    patterns = re.search(r"^::: hyper_parallel\.DeviceMesh\n.*?filters: (\[.*?\])\n", text, re.MULTILINE | re.DOTALL)
+    assert patterns is not None
+    hidden = [re.compile(pattern.removeprefix("!")) for pattern in re.findall(r'"([^"]+)"', patterns[1])]
+    mesh = hyper_parallel.DeviceMesh
+    members = {name for cls in mesh.__mro__[:-1] for name, x in vars(cls).items() if getattr(x, "__doc__", None)}
+    assert {name for name in members if not any(pattern.search(name) for pattern in hidden)} == OF_MESHES
+    named = set(
+        re.findall(r"^\s+(\w+): ", (mesh.__doc__ or "").split("Attributes:")[1].split("Raises:")[0], re.MULTILINE)
+    )
+    assert named == {"device_type", "platform", "ranks", "mesh_dim_names", "shape", "ndim"}
+
+
 def test_every_public_name_is_documented() -> None:
     missing = []
     for name, value in public().items():

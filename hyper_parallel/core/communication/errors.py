@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.core.places import line_of_program
+
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
@@ -95,7 +97,9 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
         return
     members = tuple(ranks)
     report = f"{what} among {names_of(members)}"
-    found = platform.find_missing_ranks(group, members, report)
+    line = line_of_program(platform.Tensor)
+    own = f"{report}, at {line}"
+    found = platform.find_missing_ranks(group, members, own)
     reports, missing = ({}, None) if found is None else found
     silent = [rank for rank in missing or () if rank not in reports]
     text = f"{report} failed on rank {platform.rank()}"
@@ -106,7 +110,8 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
         text += "hangs" if len(silent) == 1 else "hang"
     elif not missing:
         text += ": all of them are there, and have lost their connection or wait in different collectives"
-    lines = [text, *(f"rank {r} failed in {other}" for r, other in sorted(reports.items()) if other != report)]
+    lines = [text, *(f"rank {r} failed in {other}" for r, other in sorted(reports.items()) if other != own)]
+    lines.append(f"it was called at {line}")
     lines.append(f"the backend says: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")
     raise CollectiveError("\n".join(lines), collective, members, missing) from error
 

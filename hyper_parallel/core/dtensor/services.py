@@ -18,6 +18,7 @@ from hyper_parallel.core.layouts.strides import contiguous_strides
 from hyper_parallel.core.mesh.mesh_class import DeviceMesh, rebuild
 from hyper_parallel.core.operations import views
 from hyper_parallel.core.operations.dispatch import dispatch
+from hyper_parallel.core.operations.owners import owner_of
 from hyper_parallel.core.rules import class_losses, class_shards, logit_shards, random
 from hyper_parallel.platform.registry import get_platform_for_device
 
@@ -64,6 +65,10 @@ class Services:
             StridedShard,
             Partial,
         )
+
+    def owner_of(self, x: Any) -> str | None:
+        """Return the name of a distributed parameter or buffer of a known model, or None."""
+        return owner_of(x, x._layout.mesh.platform)
 
     def layout_of_native(
         self, native: Any, device_type: str, placements: Sequence[tuple[Any, ...]], shape: Sequence[int]

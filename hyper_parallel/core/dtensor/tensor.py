@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from hyper_parallel.core.caches import Cache
+from hyper_parallel.core.communication.host_reads import read_by_all
 from hyper_parallel.core.communication.parts import check_parts, even_global_shape, is_wrong_on_a_rank, misfit_of
 from hyper_parallel.core.communication.rank_check import check_replicated
 from hyper_parallel.core.communication.recorder import watch_as_told
@@ -14,12 +15,7 @@ from hyper_parallel.core.communication.transitions import ConvertCotangent, to_o
 from hyper_parallel.core.dtensor.redistribution import redistribute_as, redistribute_over
 from hyper_parallel.core.dtensor.services import Services
 from hyper_parallel.core.layouts.layout import Layout, get_layout, normalize_placements, requested_layout
-from hyper_parallel.core.layouts.placement_types import (
-    Partial,
-    Placement,
-    Replicate,
-    own_placements,
-)
+from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, own_placements
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, resolve_mesh
 from hyper_parallel.core.mesh.first_use import FIRST_USE
 from hyper_parallel.core.observers import CHECKS
@@ -258,8 +254,12 @@ class DTensor:
         Raises:
             ValueError: on a rank outside the mesh.
         """
-        self._layout.mesh.require_member("full_tensor()")
-        return self.redistribute(placements=None).to_local(grad_placements=grad_placements)
+        return self._read_whole("full_tensor()", grad_placements)
+
+    def _read_whole(self, what: str, grad_placements: Sequence[Placement] | None = None) -> Any:
+        self._layout.mesh.require_member(what)
+        whole = read_by_all(what, self._layout, lambda: self.redistribute(placements=None))
+        return whole.to_local(grad_placements=grad_placements)
 
     @property
     def placements(self) -> tuple[Placement, ...]:

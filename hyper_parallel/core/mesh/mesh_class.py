@@ -52,8 +52,6 @@ class DeviceMesh(MeshMethods):
         mesh_dim_names: tuple of names, or None.
         shape: sizes of the dimensions.
         ndim: number of dimensions.
-        groups: the process groups of this rank.
-        slices: the position of the mesh in its root, and the slices of the mesh.
 
     Raises:
         ValueError: for a device type that the platform does not serve, ranks that repeat or are outside the world,
@@ -73,7 +71,9 @@ class DeviceMesh(MeshMethods):
     mesh_dim_names: tuple[str, ...] | None
     shape: tuple[int, ...]
     ndim: int
+    #: The process groups of this rank.
     groups: MeshGroups
+    #: The position of the mesh in its root, and the slices of the mesh.
     slices: MeshSlices[DeviceMesh]
     _coordinate: tuple[int, ...] | None
     #: Whether a layer has returned plain shards of unequal sizes (see `core.tensor_parallel.program.uneven_shards`).

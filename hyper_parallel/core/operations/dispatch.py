@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from hyper_parallel.core.caches import Cache, Table
+from hyper_parallel.core.communication.host_reads import read_by_all
 from hyper_parallel.core.communication.rank_check import check_replicated
 from hyper_parallel.core.communication.redistribute import partial_grad_view, redistribute
 from hyper_parallel.core.layouts.layout import Layout, replicated_layout
@@ -31,6 +32,7 @@ from hyper_parallel.core.operations.operands import (
     mixed_error,
     name_of,
     operand_key,
+    operand_name,
     refuse_foreign,
 )
 from hyper_parallel.core.operations.strategy import Strategy, Unsized, solve
@@ -137,7 +139,8 @@ class _Plan:
                 if not is_implicit_replication():
                     raise mixed_error(func, operands, self.mixes, self.canonical)
                 if CHECKS:
-                    what = f"operand {self.mixes} of {name_of(func)}, which is a plain tensor"
+                    called = operand_name(operands, self.mixes, self.mesh.platform, self.canonical)
+                    what = f"{called}, of {name_of(func)}, which is a plain tensor"
                     check_replicated(operands[self.mixes], self.mesh, (Replicate(),) * self.mesh.ndim, what)
             local_operands = self._read(operands) if self.reads else operands
             if self.inplace and getattr(operands[0], "_family", None) is not None:  # a plain parameter has no family
@@ -262,7 +265,14 @@ def _make_run(op: NativeOp | None) -> Callable[[Any, tuple, dict], Any]:
             tell_of_failure_in(error, func, args, kwargs)
             raise
 
-    return run
+    return partial(_read, run) if op.name == "replicate" else run
+
+
+def _read(run: Callable[[Any, tuple, dict], Any], func: Any, args: tuple, kwargs: dict) -> Any:
+    """Run an operation whose results are values for the program, such as ``item``."""
+    call = partial(run, func, args, kwargs)
+    layouts = [x._layout for x in args if getattr(x, "_layout", None) is not None and not x._layout.replicated]
+    return read_by_all(f"{name_of(func)}()", layouts[0], call) if layouts else call()
 
 
 #: entry of the op table -> `call_key` -> `remembered_call`.

@@ -17,6 +17,7 @@ from hyper_parallel.core.operations.operands import (
     name_of,
     refuse_foreign,
 )
+from hyper_parallel.core.operations.owners import owner_of
 from hyper_parallel.core.operations.views import after_write, before_write, follow, forget_value, share
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.random import run_alike
@@ -135,8 +136,9 @@ class _Given:
         before_write(x)
         if not layout.replicated:
             if how == "recorded" or any(p.is_partial() for p in layout.placements):
+                held = owner_of(x, platform) or "an operand"
                 raise ValueError(
-                    f"{name} writes into an operand in place, which is placed {list(layout.placements)} and cannot be "
+                    f"{name} writes into {held} in place, which is placed {list(layout.placements)} and cannot be "
                     "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
                 )
             with platform.no_grad():

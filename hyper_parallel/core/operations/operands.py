@@ -7,7 +7,8 @@ from typing import Any
 
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.operations.owners import owner_of
+from hyper_parallel.core.operations.owners import owner_of, running_module
+from hyper_parallel.core.places import variable_of
 from hyper_parallel.core.rules.registry import CanonicalOp
 from hyper_parallel.platform.contract.interception import name_of
 
@@ -73,28 +74,45 @@ def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: Canon
     """
     layouts = [operand_key(x) for x in operands]
     other = next(i for i, layout in enumerate(layouts) if isinstance(layout, Layout))
-    platform, roles = layouts[other].mesh.platform, _roles(canonical, len(operands))
+    platform = layouts[other].mesh.platform
     # A parameter explains the cause better than a tensor that the module created, such as an initial hidden state.
     names = {i: owner_of(operands[i], platform) for i, layout in enumerate(layouts) if isinstance(layout, tuple)}
     plain = next((i for i, name in names.items() if name), plain)
-    held = names.get(plain)
-    if held:
+    if names.get(plain):
         remedy = _PLAIN_HELD
-    elif roles[plain] == "ids":
+    elif _role(canonical, plain) == "ids":
         remedy = _PLAIN_IDS
     else:
         remedy = _PLAIN_TARGET if canonical is not None and canonical.loss else _PLAIN
-
-    def called(i: int) -> str:
-        name = (held if i == plain else owner_of(operands[i], platform)) or roles[i]
-        return f"operand {i}, {name}" if name else f"operand {i}"
-
+    called = [operand_name(operands, i, platform, canonical) for i in (plain, other)]
+    path = running_module(platform)
+    where = f" in the forward of {path!r}" if path else ""
     return ValueError(  # not TypeError, which frameworks turn into "unsupported operand" in dunders
-        f"{name_of(func)} got a plain tensor ({called(plain)}, shape {layouts[plain]}) and a DTensor ({called(other)}, "
-        f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}): {remedy}"
+        f"{name_of(func)} got a plain tensor ({called[0]}, shape {layouts[plain]}) and a DTensor ({called[1]}, "
+        f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}){where}: {remedy}"
     )
 
 
+def operand_name(operands: Sequence[Any], i: int, platform: Any, canonical: CanonicalOp | None = None) -> str:
+    """Return the name of operand ``i`` in messages.
+
+    It is a parameter or buffer of a known module. For another tensor it is the argument, and the program's variable.
+
+    Args:
+        operands: operands of the operation.
+        i: index of the operand.
+        platform: the platform.
+        canonical: the canonical operation, from which arguments get their names, or None.
+    """
+    held = owner_of(operands[i], platform)
+    if held:
+        return held
+    role, variable = _role(canonical, i), variable_of(operands[i], platform.Tensor)
+    what = f"argument {role!r}" if role else f"the {_ORDINALS[i]} operand" if i < len(_ORDINALS) else f"operand {i}"
+    return f"{what}, variable {variable!r}" if variable and variable != role else what
+
+
+_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _PLAIN = (
     "make the plain one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is "
     "the same on all ranks, use `with implicit_replication():`"
@@ -113,10 +131,9 @@ _PLAIN_TARGET = (
 )
 
 
-def _roles(canonical: CanonicalOp | None, count: int) -> list[str]:
+def _role(canonical: CanonicalOp | None, i: int) -> str:
     signature = None if canonical is None or canonical.signature.several else canonical.signature
-    names = [] if signature is None else [operand.name for operand in signature.operands]
-    return [names[i] if i < len(names) else "" for i in range(count)]
+    return signature.operands[i].name if signature is not None and i < len(signature.operands) else ""
 
 
 def check_parts(func: Any, layouts: Sequence[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Names of operands in messages, such as ``weight of 'layers.0.norm'``.
+"""Names of operands in messages, such as ``weight of 'layers.0.norm'``, and of the module whose forward is running.
 
 The search runs only when an error is raised. Models are registered when a plan or a unit is created for them.
 """
@@ -9,9 +9,10 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+from hyper_parallel.core.places import place_in_program
 from hyper_parallel.platform import Platform
 
-__all__ = ["owner_of", "remember_model"]
+__all__ = ["owner_of", "remember_model", "running_module"]
 
 #: Weak references to the modules of `parallelize_module`, `fully_shard` and `replicate`, oldest first.
 _MODELS: list[weakref.ref[Any]] = []
@@ -37,6 +38,16 @@ def owner_of(x: Any, platform: Platform) -> str | None:
         return None
     path, name = max(found, key=lambda entry: len(entry[0]))
     return f"{name} of {path!r}" if path else name
+
+
+def running_module(platform: Platform) -> str:
+    """Return the path of the innermost registered module whose forward is running, or ""."""
+    paths: dict[int, str] = {}
+    for reference in _MODELS:
+        if (model := reference()) is not None:
+            for path, module in platform.named_modules(model):
+                paths[id(module)] = max(paths.get(id(module), ""), path, key=len)
+    return place_in_program(paths, platform.Tensor)[1]
 
 
 def _held(module: Any, platform: Platform) -> Iterator[tuple[str, Any]]:

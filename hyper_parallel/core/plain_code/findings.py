@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-#: Folder of this library. Frames in it, and in the framework, do not belong to the program.
-_OWN = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True)
@@ -54,36 +48,3 @@ class Finding:
     def __str__(self) -> str:
         of = f" in {self.module!r}" if self.module else ""
         return f"{self.where}{of}: {self.text}. {self.remedy}."
-
-
-def place_in_program(paths: dict[int, str], framework: str) -> tuple[str, str]:
-    """Return the file and line of the program's innermost frame, and the path of the innermost running module.
-
-    Args:
-        paths: id of a module -> path of the module.
-        framework: folder of the framework.
-    """
-    frame: Any = sys._getframe(1)
-    where, module = "", None
-    while frame is not None and not (where and module is not None):
-        code = frame.f_code
-        if not where and _is_of_program(code.co_filename, framework):
-            where = f"{code.co_filename}:{frame.f_lineno}"
-        if module is None and code.co_varnames and code.co_argcount:
-            owner = frame.f_locals.get(code.co_varnames[0])
-            module = paths.get(id(owner)) if owner is not None else None
-        frame = frame.f_back
-    return where or "(a line that Python does not know)", module or ""
-
-
-def folder_of(cls: type) -> str:
-    """Return the folder of the top-level package that defines a class."""
-    package = sys.modules[cls.__module__.partition(".")[0]]
-    return str(Path(str(package.__file__)).parent)
-
-
-def _is_of_program(file: str, framework: str) -> bool:
-    """Return whether ``file`` belongs to the program. Models of other libraries are part of the program."""
-    if file.startswith(_OWN):
-        return "/testing/" in file and "/testing/adapters/" not in file
-    return not file.startswith(("<", framework))

@@ -16,8 +16,9 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
+from hyper_parallel.core.places import place_in_program
 from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
-from hyper_parallel.core.plain_code.findings import Finding, Problem, folder_of, place_in_program
+from hyper_parallel.core.plain_code.findings import Finding, Problem
 from hyper_parallel.core.plain_code.inputs import Inputs
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
@@ -56,7 +57,6 @@ class Following(Report):
         self._platform = platform
         self._thread = threading.get_ident()
         self._paths = {id(module): path for path, module in platform.named_modules(model)}
-        self._framework = folder_of(platform.Tensor)
         self.paused = 0
         self.on_reached: Callable[[], None] | None = None
         self._mesh: DeviceMesh | None = None
@@ -241,7 +241,7 @@ class Following(Report):
                 self._platform.write_mark(x, Held(Lost("a collective of the program's own"), found.source))
 
     def _find(self, problem: Problem, title: str) -> Finding:
-        where, module = place_in_program(self._paths, self._framework)
+        where, module = place_in_program(self._paths, self._platform.Tensor)
         finding = Finding(problem.kind, where, module, title, problem.text, problem.remedy, problem.certain)
         self._found[finding] = self._found.get(finding, 0) + 1
         return finding

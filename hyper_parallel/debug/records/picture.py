@@ -32,7 +32,7 @@ def picture(comparison: Any) -> str:
         y += HEIGHT
         svg.text(12, y, part, bold=True)
         for power in range(_LEAST, 1, 3):
-            svg.text(left + (power - _LEAST) * _DECADE, y, f"1e{power}", colour="#777")
+            svg.text(left + (power - _LEAST) * _DECADE, y, f"1e{power}", colour="#555")
         for row in rows:
             y += HEIGHT
             colour = COLOURS[3] if row.departs else COLOURS[2]

@@ -101,8 +101,7 @@ class Core(CompiledLosses, PassServices, Protocol):
         """Return the norms of full tensors from new norms of local tensors: sums over ranks if ``order`` is 0 or 1."""
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
-        """Return the maximum of ``value`` over all ranks that share one of the sharded tensors. ``value`` may be
-        overwritten."""
+        """Return the maximum of ``value``, which may be overwritten, over all ranks that share a sharded tensor."""
 
     def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
         """Convert layouts on slices of one mesh to equivalent layouts on that mesh, with the same local tensors.
@@ -138,6 +137,9 @@ class Core(CompiledLosses, PassServices, Protocol):
         """Broadcast the picklable ``value`` of the first rank of ``mesh`` to all of its ranks."""
 
     # ------------------------------------------------------------------------------------ refusals
+    def owner_of(self, x: Tensor) -> str | None:
+        """Return the name of a distributed parameter or buffer, ``"weight of 'layers.0.norm'"``; None for others."""
+
     def refuse_part_of_classes(self, count: int, logits: Tensor | None = None) -> None:
         """Check plain logits of ``count`` classes that are passed to a loss of the framework. Raises ValueError if they
         may be one rank's shard of a module's classes. ``logits``, where known, can disprove that."""

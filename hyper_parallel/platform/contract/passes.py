@@ -97,8 +97,7 @@ class PassServices(Protocol):
         with which backward goes on, or None where the hook returns None."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
-        """Report ``error`` in a backward pass to the other ranks of ``meshes``, on which it communicates; see
-        `Platform.tell_of_failure`."""
+        """Report ``error`` in a backward pass on ``meshes`` to the other ranks (`Platform.tell_of_failure`)."""
 
     def open_block(self) -> AbstractContextManager[Any] | None:
         """Return a nested `coalesce_gradients` block if the caller is inside such a block, else None."""

@@ -6,14 +6,18 @@ tested in the tests of each backend, with processes that really end or hang.
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-from hyper_parallel import CollectiveError, check_ranks
-from hyper_parallel.core.communication import collectives, errors
+from hyper_parallel import CollectiveError, DTensor, Partial, check_ranks
+from hyper_parallel.core.communication import collectives, errors, host_reads
+from hyper_parallel.platform.logs import LOG
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -69,6 +73,13 @@ def failing(mesh: Any) -> dict[str, Any]:
         with pytest.raises(CollectiveError) as lost, check_ranks(mesh):
             call()
         found["check_ranks"] = str(lost.value)
+        loss = DTensor.from_local(get_adapter().tensor(np.ones((), np.float32)), mesh, [Partial()])
+        with pytest.raises(CollectiveError) as lost:
+            loss.item()
+        found["item"] = str(lost.value)
+        with pytest.raises(CollectiveError) as lost:
+            loss.full_tensor()
+        found["full_tensor"] = str(lost.value)
         with pytest.raises(ValueError, match="own mistake"), check_ranks(mesh):
             raise ValueError("own mistake")  # the others cannot be told: they are lost
         for case, answer in {
@@ -91,7 +102,8 @@ def test_lost_ranks_are_named(pool: Any) -> None:
             # Where a backend has no scatter, core broadcasts, and says so.
             assert collective in (name, "broadcast" if name == "scatter" else name)
             assert (ranks, missing) == ((0, 1), (1,)) and cause.startswith("connection lost")
-            first, last = message.splitlines()
+            first, line, last = message.splitlines()
+            assert line.startswith("it was called at ") and "test_faults.py:" in line
             assert first.startswith(collective)
             assert ("float32" in first.lower()) == (name != "all_gather_object")
             assert " along mesh dimension 0 ('lost') among ranks 0, 1 failed on" in first
@@ -103,6 +115,54 @@ def test_lost_ranks_are_named(pool: Any) -> None:
         assert "ranks 1, 2 did not take part, and have ended, or hang\n" in found["several"]
         assert "all of them are there" in found["none missing"]
         assert f"failed on rank {rank}\nrank 1 failed in all_gather of something\n" in found["elsewhere"]
+        for name in ("item", "full_tensor"):
+            *_, line, _, remedy = found[name].splitlines()
+            assert line.endswith(f": loss.{name}()") and "test_faults.py:" in line, found[name]
+            assert remedy.startswith(f"{name}() of a tensor of shape (), placed [Partial(sum)], waits until all ranks")
+            assert "call it on all ranks, or let all ranks call full_tensor() before the `if`" in remedy
+
+
+@on_mesh(2, names=("slow",))
+def waiting(mesh: Any) -> tuple[list[str], int]:
+    """Return the messages about a short read and a long one, and the number of threads that still watch afterwards."""
+    platform, said, seconds = mesh.platform, [], [0.0]
+    reduce, listening = platform.all_reduce, logging.Handler()
+    loss = DTensor.from_local(get_adapter().tensor(np.ones((), np.float32)), mesh, [Partial()])
+
+    def late(*args: Any) -> Any:
+        time.sleep(seconds[0])
+        return reduce(*args)
+
+    listening.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    LOG.addHandler(listening)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(platform, "all_reduce", late)
+            patch.setattr(host_reads, "SLOW", 0.3)
+            patch.setattr(host_reads, "_PAUSE", 0.05)
+            for seconds[0] in (0.0, 1.0):
+                assert loss.item() == 2
+            deadline = time.monotonic() + 60
+            while (left := _watching()) and time.monotonic() < deadline:
+                time.sleep(0.05)
+    finally:
+        LOG.removeHandler(listening)
+    return said, left
+
+
+def _watching() -> int:
+    return sum(thread.name == "hyper_parallel reads" for thread in threading.enumerate())
+
+
+def test_a_long_read_is_told(pool: Any) -> None:
+    for rank, (said, left) in enumerate(pool.run(2, waiting)):
+        (message,) = said
+        line, remedy = message.splitlines()
+        assert line.startswith(f"rank {rank} has waited ") and "test_faults.py:" in line, message  # the line of `late`
+        assert remedy.startswith(
+            "item() of a tensor of shape (), placed [Partial(sum)], waits until all ranks of Device"
+        )
+        assert left == 0
 
 
 def test_names_of_ranks() -> None:

@@ -16,6 +16,7 @@ from hyper_parallel import (
     NoParallel,
     PackedShard,
     ParameterParallel,
+    Partial,
     PrepareModuleInput,
     PrepareModuleOutput,
     Replicate,
@@ -192,6 +193,24 @@ def rare_calls(mesh: Any) -> None:
     with pytest.raises(TypeError, match="the output of"):
         # A forward that gives no tensor of the library: its result is not known to be the same on all ranks.
         parallelize_module(adapter.Probe(), mesh, {"": SequenceParallel(sequence_dim=0)})(x, x)
+
+    # A module of several inputs and outputs that every rank computes whole.
+    probe = parallelize_module(adapter.Probe(), mesh, NoParallel())
+    outputs = adapter.call(probe, x, (x, [adapter.relu(x)]), x)
+    assert probe.seen[0][0] is probe.seen[0][2] and isinstance(probe.seen[0][0], DTensor)
+    assert len(outputs) == 3 and not any(isinstance(y, DTensor) for y in (outputs[0], *outputs[1], outputs[2]))
+    adapter.call(probe, x, y=x)
+    assert probe.seen[0][0] is probe.seen[1]["y"] and isinstance(probe.seen[1]["y"], DTensor)
+    probe = parallelize_module(adapter.Probe(), mesh, NoParallel(local_output_grad_placements=Partial()))
+    whole = DTensor.from_local(adapter.relu(x), mesh, [Replicate()])
+    assert not any(isinstance(y, DTensor) for y in adapter.call(probe, x, whole))
+    # Plain further inputs are the same on all ranks, unless the first is a part.
+    scale, rows = adapter.tensor(floats(6)), Shard(0)
+    scaled = parallelize_module(adapter.Scaled(6, 6), mesh, NoParallel())
+    assert adapter.call(scaled, x, scale, shift=scale).shape == (4, 6)
+    scaled = parallelize_module(adapter.Scaled(6, 6), mesh, NoParallel(input_layout=rows, output_layout=rows))
+    with pytest.raises(ValueError, match=r"got a plain tensor \(.* and a DTensor"):
+        adapter.call(scaled, x, scale, shift=scale)
 
     for wrong, kind, message in (
         ([1], TypeError, "a style, its name, or a dict"),

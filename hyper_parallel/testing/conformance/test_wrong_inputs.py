@@ -13,6 +13,7 @@ import pytest
 
 from hyper_parallel import (
     ColwiseParallel,
+    ContextParallel,
     DTensor,
     NoParallel,
     ParameterParallel,
@@ -122,6 +123,16 @@ def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
 
 
 # ---------------------------------------------------------------------- layers that no plan can cut
+def recurrent(suffix: str, features: int = 6) -> Any:
+    """A module with the names of a recurrent layer or cell."""
+    module = get_adapter().Projection(8, features)
+    kernel, module.hidden_size = module.kernel, 2
+    del module.kernel
+    for name in ("weight_ih", "weight_hh"):
+        setattr(module, f"{name}{suffix}", copy.deepcopy(kernel))
+    return module
+
+
 @spmd.on_mesh()
 def whole_layers(mesh: Any) -> None:
     adapter, fused = get_adapter(), Outer(out_proj=get_adapter().linear_module(12, 12))
@@ -131,6 +142,35 @@ def whole_layers(mesh: Any) -> None:
         parallelize_module(model, mesh, {"attention.out_proj": RowwiseParallel()})
     with fails(ValueError, "'attention' is a ", "NoParallel() computes it whole"):
         parallelize_module(model, mesh, {"attention": ColwiseParallel()})
+    with fails(ValueError, "'attention' SequenceParallel", "each position needs all", "NoParallel(input_layout="):
+        parallelize_module(model, mesh, {"attention": SequenceParallel()})
+    for suffix, styles in (
+        ("", (SequenceParallel(), ContextParallel())),
+        ("_l0", (SequenceParallel(), ParameterParallel({"weight_hh_l0": Shard(0)}))),
+    ):
+        for style in styles:
+            steps = recurrent(suffix)
+            with fails(ValueError, f"'steps' {type(style).__name__}", "each step needs", "give it NoParallel("):
+                parallelize_module(Outer(steps=steps), mesh, {"steps": style})
+        with fails(ValueError, "'steps' is a ", "NoParallel() computes it whole"):
+            parallelize_module(Outer(steps=recurrent(suffix)), mesh, {"steps": ColwiseParallel()})
+    steps = recurrent("_l0")
+    steps.inner = adapter.norm_module(6)
+    with fails(ValueError, "'steps.inner' ColwiseParallel", "give 'steps' NoParallel()"):
+        parallelize_module(Outer(steps=steps), mesh, {"steps.inner": ColwiseParallel()})
+    steps.inner = adapter.linear_module(6, 6)  # which the layer may call
+    parallelize_module(Outer(steps=steps), mesh, {"steps.inner": ColwiseParallel()})
+    model = adapter.load(Outer(a=adapter.linear_module(6, 12), steps=recurrent("_l0", 12)), np.random.default_rng(0))
+    parallelize_module(model, mesh, {"a": ColwiseParallel()})
+    with fails(ValueError, "'steps' takes 12 features", "as 'a' gives it"):
+        adapter.call(model.steps, adapter.call(model.a, adapter.tensor(floats(2, 6))))
+    # A packed projection whose parts a layer without a style would take.
+    packed = {"qkv": adapter.linear_module(6, 36), "o": adapter.linear_module(12, 6)}
+    with fails(ValueError, "'qkv' has 36 output features", "write ColwiseParallel(packed=3)", "such as 'o', Row"):
+        parallelize_module(Outer(**packed), mesh, {"qkv": ColwiseParallel()})
+    model = parallelize_module(Outer(**packed), mesh, {"qkv": ColwiseParallel(packed=3)})
+    with fails(ValueError, "'o' takes 12 features", "as 'qkv' gives it", "give 'o' RowwiseParallel()"):
+        adapter.call(model.o, adapter.chunk(adapter.call(model.qkv, adapter.tensor(floats(2, 6))), 3, -1)[0])
     with fails(ValueError, "name its linear layers in the plan, such as 'mlp.up'"):
         parallelize_module(Outer(mlp=adapter.Mlp(6, 12)), mesh, {"mlp": ColwiseParallel()})
     # A layer that says how many features it takes, and has parameters of its own.
@@ -172,7 +212,7 @@ def positions(mesh: Any) -> None:
     with fails(ValueError, " of 'positions', shape (8, 6)", "give the module a style in the plan"):
         adapter.call(model.positions, batch)
     distribute_module(model.positions, mesh["dp"])
-    with fails(ValueError, "(operand 0, ids, shape ", " of 'positions', global shape", "ones_like(ids).cumsum(1) - 1"):
+    with fails(ValueError, "(argument 'ids', shape ", " of 'positions', global shape", "ones_like(ids).cumsum(1) - 1"):
         adapter.call(model.positions, ids)
     y = adapter.call(model.positions, batch)
     with fails(

@@ -15,6 +15,7 @@ from hyper_parallel.core.tensor_parallel.program.planned_parameters import modul
 from hyper_parallel.core.tensor_parallel.styles.base import is_styled
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
+from hyper_parallel.core.tensor_parallel.styles.weight import recurrent_kind
 
 
 @dataclass(frozen=True)
@@ -85,19 +86,22 @@ def guard_forgotten_layers(
             continue
         kind = platform.kind_of(module)
         dim = kind.out_dim if platform.is_linear_module(module) else 1
-        features = int(getattr(module, kind.weight).shape[dim])
-        sizes = shard_sizes(Shard(0), features, mesh.size())
-        if max(sizes) == features:
-            continue  # a rank with all features could not detect that other ranks have none
-        own = sizes[mesh.get_local_rank()]
-        remember_part_of_classes(module, source, features, own, mesh)
-        for path, taker, along, styled in takes.pop(features, ()):  # one guard for each layer, for the first source
-            guards.append((path, taker, _Guard(path, source, features, along, styled, own, str(mesh))))
+        whole = int(getattr(module, kind.weight).shape[dim])
+        parts = style.parts(module, platform) if platform.is_linear_module(module) else None
+        for features in dict.fromkeys((whole, *(parts or ()))):  # the parts of a packed weight are taken apart
+            sizes = shard_sizes(Shard(0), features, mesh.size())
+            if max(sizes) == features:
+                continue  # a rank with all features could not detect that other ranks have none
+            own = sizes[mesh.get_local_rank()]
+            if features == whole:
+                remember_part_of_classes(module, source, features, own, mesh)
+            for path, taker, along, styled in takes.pop(features, ()):  # one guard for each layer, for the first source
+                guards.append((path, taker, _Guard(path, source, features, along, styled, own, str(mesh))))
     return guards
 
 
 #: Attribute with the number of input features -> dimension of the features in the input. These are attributes of
-#: recurrent layers, attention and batch norms, and have the same names in both frameworks.
+#: recurrent cells, attention and batch norms, and have the same names in both frameworks.
 _NUMBERS = {"input_size": -1, "embed_dim": -1, "num_features": 1}
 _STYLED = "RowwiseParallel() (a norm SequenceParallel())"
 _DIMS = {-1: "the last dimension", 1: "dimension 1"}
@@ -119,6 +123,9 @@ def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
         return (sizes.pop()[0], -1, _STYLED) if len(sizes) == 1 else None
     if not any(True for _ in platform.named_parameters(module)):
         return None  # a container; its layers are examined themselves
+    if recurrent_kind(module, platform):
+        own = dict(platform.named_parameters(module))
+        return int(next(p for name, p in own.items() if name.startswith("weight_ih")).shape[-1]), -1, ""
     for name, dim in _NUMBERS.items():
         if isinstance(features := getattr(module, name, None), int):
             return features, dim, ""

@@ -30,6 +30,7 @@ class _Projection:
         inputs: global number of input features.
         features: global number of output features.
         taken: number of input features -> path of the first `RowwiseParallel` layer next to it with this number.
+        unstyled: the same for layers without a style, if the projection has a fused name and ``taken`` is empty.
         alone: whether keys and values have separate layers, which may include this one.
     """
 
@@ -39,6 +40,7 @@ class _Projection:
     inputs: int
     features: int
     taken: dict[int, str]
+    unstyled: dict[int, str]
     alone: bool
 
     @property
@@ -65,7 +67,8 @@ def check_fused(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
         if latent is not None and projection.taken:
             _check_latent(projection, latent, mesh)
         elif style.packed is None and style.heads is None and (attention is None or FUSED.match(projection.name)):
-            _check_multiples(projection, mesh)
+            known = projection.taken or (projection.unstyled if attention is None else {})
+            _check_multiples(projection, known, mesh)
 
 
 def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> Iterator[_Projection]:
@@ -79,18 +82,27 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
         for path, module in modules.items()
         if KEY_OR_VALUE.match(path.rpartition(".")[2]) and platform.is_linear_module(module)
     }
+    planned = {id(module) for _, module, _ in matches}
+    unplanned: dict[str, dict[int, str]] = {}
+    for path, module in modules.items():
+        if id(module) not in planned and platform.is_linear_module(module):
+            sizes = unplanned.setdefault(path.rpartition(".")[0], {})
+            sizes.setdefault(linear_sizes(module, platform)[0], path)
     for path, module, style in matches:
         if not isinstance(style, ColwiseParallel) or not platform.is_linear_module(module):
             continue
         if style.output_layouts != (Shard(-1),) or not style.use_local_output:
             continue  # code splits a DTensor or a gathered output by its global sizes
-        parent = path.rpartition(".")[0]
+        parent, _, name = path.rpartition(".")
+        taken = rows.get(parent, {}) if path else {}
+        unstyled = unplanned.get(parent, {}) if path and not taken and FUSED.match(name) else {}
         yield _Projection(
             path,
             module,
             style,
             *linear_sizes(module, platform),
-            rows.get(parent, {}) if path else {},
+            taken,
+            unstyled,
             bool(path) and parent in with_keys,
         )
 
@@ -163,23 +175,25 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
         )
 
 
-def _check_multiples(projection: _Projection, mesh: DeviceMesh) -> None:
+def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: DeviceMesh) -> None:
     """Raise ValueError if the next layer takes a half or a third of the features, which indicates a packed weight."""
     if projection.features in projection.taken:
         return
-    for size, path in projection.taken.items():
+    for size, path in taken.items():
         for times, word, what in (
             (2, "twice", "two matrices in one (gate and up, keys and values)"),
             (3, "three times", "three matrices in one (queries, keys and values)"),
         ):
             if times * size == projection.features:
+                row = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
+                row = "" if projection.taken else row
                 raise ValueError(
                     f"{projection.path!r} has {projection.features} output features, {word} the {size} that {path!r} "
                     f"takes, as {what} or one whose parts alternate, and {projection.style!r} cuts dimension "
                     f"{_dim(projection, mesh)} of its weight into consecutive features for the {mesh.size()} ranks of "
                     f"{mesh}: write ColwiseParallel(packed={times}) where code takes it apart by chunk or split, "
                     "heads= and packed= for parts of other sizes; packed=1 where the parts alternate, head by head or "
-                    "feature by feature, so that consecutive features belong together"
+                    f"feature by feature, so that consecutive features belong together{row}"
                 )
 
 

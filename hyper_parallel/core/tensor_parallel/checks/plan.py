@@ -19,6 +19,7 @@ from hyper_parallel.core.tensor_parallel.checks.attention import Match, check_pr
 from hyper_parallel.core.tensor_parallel.checks.fused import check_fused
 from hyper_parallel.core.tensor_parallel.checks.paths import Paths
 from hyper_parallel.core.tensor_parallel.checks.uncalled import check_called
+from hyper_parallel.core.tensor_parallel.checks.whole import check_whole
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.style_names import style_by_name
 
@@ -48,6 +49,7 @@ def resolve_plan(plan: Plan, model: Any, mesh: DeviceMesh) -> list[Match]:
         )
     modules = dict(mesh.platform.named_modules(model))
     matches = _match(plan, modules)
+    check_whole(matches, modules, mesh)
     _check_styles(matches, mesh)
     check_called(matches, modules)
     check_fused(matches, modules, mesh)

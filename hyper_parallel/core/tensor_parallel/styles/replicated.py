@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.tensor_parallel.program.convert import as_single
+from hyper_parallel.core.modes import implicit_replication
+from hyper_parallel.core.tensor_parallel.program.convert import as_single, read_by_parts, to_output
+from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, check_flag
 from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
+from hyper_parallel.core.trees import map_tensors, tensors_in
+from hyper_parallel.platform.contract.programs import Program
 
 
 class NoParallel(ModuleStyle):
@@ -24,9 +29,14 @@ class NoParallel(ModuleStyle):
     partial gradient. Declare this with ``local_output_grad_placements`` or ``partial_features``; the style then sums
     the gradient over the ranks.
 
+    A module may have several inputs and outputs, as recurrent layers and attention have. Further plain inputs, and
+    tensors that the forward makes, count as equal on all ranks. After a sharded first input, further plain inputs are
+    refused where they meet it: give DTensors.
+
     Args:
         input_layout: placement of a plain first input; default ``Replicate()``. A sharded input is all-gathered.
-        output_layout: placement of the output; default ``Replicate()``.
+        output_layout: placement of the output, or of the first of several; default ``Replicate()``. Further outputs are
+            replicated.
         use_local_output: return the output as a plain local tensor.
         local_output_grad_placements: placement of the gradient of a plain output; default ``(Replicate(),)``. Give
             ``(Partial(),)`` where the output is read by code that has only this rank's heads or experts.
@@ -98,6 +108,49 @@ class NoParallel(ModuleStyle):
     def partial_output_features(self) -> int:  # type: ignore[override]
         """Return the number of last features of a plain output whose gradients are partial; -1 for all."""
         return -1 if self.local_output_grad_placements == (Partial(),) else self.partial_features or 0
+
+    def program(self, module: Any, mesh: DeviceMesh) -> Program | None:
+        return super().program(module, mesh)
+
+    def prepare_inputs(self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh) -> tuple[tuple, dict]:
+        new, named = super().prepare_inputs(module, args, kwargs, mesh)
+        first = args[0] if args else next(iter(kwargs.values()))
+        whole = new[0] if args else next(iter(named.values()))
+        # Self-attention is called with one tensor three times.
+        same = tuple(whole if x is first else x for x in new)
+        return same, {name: whole if x is first else x for name, x in named.items()}
+
+    def prepare_outputs(self, module: Any, output: Any, mesh: DeviceMesh) -> Any:
+        if not isinstance(output, (tuple, list)) or not output:
+            return super().prepare_outputs(module, output, mesh)
+        platform, name = mesh.platform, module_label(module)
+
+        def further(y: Any) -> Any:
+            if not isinstance(y, DTensor):
+                return y  # an input that is passed on
+            y = to_output(y, mesh, Replicate(), self.use_local_output, f"an output of {name}")
+            return read_by_parts(y, mesh) if self.partial_output_features < 0 else y
+
+        def convert(i: int, y: Any) -> Any:
+            if i == 0 and isinstance(y, DTensor):
+                return self.prepare_output(module, y, 0, f"output 0 of {name}", mesh)
+            return map_tensors(y, further, platform, lambda other: other)
+
+        new = [convert(i, y) for i, y in enumerate(output)]
+        return type(output)(*new) if hasattr(output, "_fields") else type(output)(new)
+
+    def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
+        platform, is_whole = mesh.platform, self.input_layout is Replicate()
+
+        def alike(module: Any, *args: Any, **kwargs: Any) -> Any:
+            """Run the forward, in which plain tensors are equal on all ranks: initial states, masks, further inputs."""
+            given = [] if is_whole else tensors_in((args, kwargs), platform)
+            if any(not isinstance(x, DTensor) and len(x.shape) for x in given):
+                return forward(module, *args, **kwargs)
+            with implicit_replication():
+                return forward(module, *args, **kwargs)
+
+        return super()._new_forward(module, alike, mesh)
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         super().check(module, device_mesh, where)

@@ -170,7 +170,12 @@ def _no_weight(module: Any, platform: Platform) -> str:
 
 def _instead(module: Any, platform: Platform, where: str) -> str:
     """Return a remedy for the error message: styles for a module that is neither linear nor an embedding."""
-    called = [] if is_fused_attention(module) else platform.named_modules(module)
+    if is_fused_attention(module) or recurrent_kind(module, platform):
+        return (
+            "NoParallel() computes it whole on every rank. A layer before it that has ColwiseParallel needs "
+            "output_layouts=Replicate() then"
+        )
+    called = platform.named_modules(module)
     below = next((path for path, layer in called if path and platform.is_linear_module(layer)), None)
     if below is not None:
         return (
@@ -186,3 +191,14 @@ def _instead(module: Any, platform: Platform, where: str) -> str:
 def is_fused_attention(module: Any) -> bool:
     """Return whether a module reads the weights of its layers without calling them, as `MultiheadAttention` does."""
     return all(hasattr(module, name) for name in ("in_proj_weight", "out_proj", "embed_dim"))
+
+
+def recurrent_kind(module: Any, platform: Platform) -> str:
+    """Return ``"layer"`` for a recurrent layer, ``"cell"`` for one step of it, and "" for another module.
+
+    They are known by the names of their parameters, which are the same in both frameworks.
+    """
+    names = [name for name, _ in platform.named_parameters(module) if name.startswith(("weight_ih", "weight_hh"))]
+    if len(names) < 2 or not hasattr(module, "hidden_size"):
+        return ""
+    return "cell" if "weight_hh" in names else "layer"

@@ -189,14 +189,14 @@ def _distributed(running: Any, args: tuple) -> Any:
         return core.replicated(ops.stop_gradient(running), mesh)
 
 
-def _refuse_partial(*statistics: Any) -> None:
+def _refuse_partial(running_mean: Any, running_var: Any) -> None:
     """Raise ValueError, on all ranks and before they communicate, if running statistics cannot be written."""
-    for running in statistics:
+    for name, running in (("running_mean", running_mean), ("running_var", running_var)):
         layout = getattr(running, "_layout", None)
         if layout is not None and any(p.is_partial() for p in layout.placements):
             raise ValueError(
-                "batch_norm writes into an operand in place, running statistics that are placed "
-                f"{list(layout.placements)} and cannot be written that way: redistribute them to Replicate() first"
+                f"batch_norm writes into {running._core.owner_of(running) or name} in place, which is placed "
+                f"{list(layout.placements)} and cannot be written that way: redistribute it to Replicate() first"
             )
 
 

@@ -54,7 +54,7 @@ class MarkedTensor(InterceptedTensor):
     def _without_row(self, function: Any, args: tuple, kwargs: dict) -> Any:
         return type(self)._dispatch(None, function, args, kwargs)
 
-    def _whole(self) -> Tensor:
+    def _whole(self, what: str) -> Tensor:
         return Tensor._make_subclass(Tensor, self)
 
     @staticmethod

@@ -161,7 +161,8 @@ def _reflected(name: str, plain: Callable[[Any, Any], Any]) -> Any:
 
 def _of_whole(read: Callable[[Any], Any]) -> Any:
     """Return a method that reads values from the full tensor."""
-    return lambda self: read(self._whole())
+    what = f"{read.__name__}()"
+    return lambda self: read(self._whole(what))
 
 
 class InterceptedTensor(Tensor):
@@ -283,11 +284,11 @@ class InterceptedTensor(Tensor):
     def __array__(self, dtype: Any = None) -> Any:
         return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
 
-    def _whole(self) -> Tensor:
-        """Return the plain tensor to read: the full tensor, or the local one under the guard."""
+    def _whole(self, what: str) -> Tensor:
+        """Return the plain tensor that ``what`` reads: the full tensor, or the local one under the guard."""
         if _STATE.depth or self._layout is None:
             return Tensor._make_subclass(Tensor, self)
-        return self.full_tensor()
+        return self._read_whole(what)
 
     register_hook = register_hook
 

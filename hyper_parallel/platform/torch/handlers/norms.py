@@ -76,11 +76,12 @@ def _distributed(running: Any, mesh: Any) -> Any:
 
 
 def _check(func: Any, given: dict[str, Any]) -> None:
-    for running in (given["running_mean"], given["running_var"]):
+    for name in ("running_mean", "running_var"):
+        running = given[name]
         if given["training"] and is_dtensor(running) and any(p.is_partial() for p in running.placements):
             raise ValueError(
-                f"{func.__name__} writes into an operand in place, running statistics that are placed "
-                f"{list(running.placements)} and cannot be written that way: redistribute them to Replicate() first"
+                f"{func.__name__} writes into {State.core.owner_of(running) or name} in place, which is placed "
+                f"{list(running.placements)} and cannot be written that way: redistribute it to Replicate() first"
             )
 
 
