@@ -93,7 +93,7 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
 
 def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the dimensions of ``root`` that, flattened, have the ranks ``row`` at ``coordinate``."""
-    for count in range(2, root.ndim + 1):
+    for count in range(1, root.ndim + 1):  # one: a dimension that the framework flattened to rename it
         for dims in itertools.combinations(range(root.ndim), count):
             if sub_array(root.ranks, (dims,), coordinate).tolist() == row:
                 return dims
