@@ -84,7 +84,8 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         if dims is None:
             raise ValueError(
                 f"the ranks {row} of dimension {name!r} are those of no dimension of {root}, and of no flattened ones: "
-                "make a mesh that has the dimension"
+                "make a mesh that has the dimension. If _unflatten of the framework's mesh made the dimension, use "
+                "hyper_parallel.init_device_mesh in its place, whose meshes have _unflatten too"
             )
         root.slices.flat_groups.setdefault(dims, known.groups[dim])
         root.slices.flat_names[name] = dims
