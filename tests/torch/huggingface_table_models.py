@@ -426,13 +426,13 @@ def compare(row: Model, mesh: Any) -> Outcome:
         AssertionError: where one of both has a gradient that the other lacks.
     """
     single = row.make().double()
-    given = {name: x.double() if _is_real(x) else x for name, x in row.inputs(single).items()}
+    given = {name: x.double() if is_real(x) else x for name, x in row.inputs(single).items()}
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # that less than half is sharded
         model = parallelize_model(copy.deepcopy(single), mesh)
     losses = []
     for one in (single, model):
-        losses.append(_loss(one(**given)))
+        losses.append(loss_of(one(**given)))
         losses[-1].backward()
     own = {name: p.grad for name, p in single.named_parameters()}
     got = {name: p.grad for name, p in model.named_parameters()}
@@ -454,11 +454,11 @@ def compare(row: Model, mesh: Any) -> Outcome:
     )
 
 
-def _is_real(x: Any) -> bool:
+def is_real(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
-def _loss(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     if getattr(output, "loss", None) is not None:
         return output.loss
     pairs = output.logits_per_image

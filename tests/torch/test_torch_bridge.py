@@ -141,6 +141,10 @@ def flattened(mesh: Any) -> None:
     all_of_it = DeviceMesh.from_torch(theirs._flatten("all"))
     assert all_of_it.size() == 4 and all_of_it.get_root_mesh() is ours
     close(distribute_tensor(randn(5), all_of_it, [Shard(0)]).full_tensor(), randn(5))
+    renamed = theirs["c"]._flatten("cc")
+    alone, made = groups_made(lambda: DeviceMesh.from_torch(renamed))
+    assert made == 0 and alone.mesh_dim_names == ("cc",) and alone.get_group() is ours.get_group("c")
+    assert ours["a", "cc"].mesh.tolist() == ours["a", "c"].mesh.tolist()
     with pytest.raises(ValueError, match=r"was flattened with this library.*mesh first"):
         mesh["dp_shard", "cp"]._flatten("dp").to_torch()
 
@@ -152,6 +156,9 @@ def test_flattened_dimensions(pool: Any) -> None:
 
 @on_mesh(4)
 def meshes_refused(mesh: Any) -> None:
+    split = init_torch_mesh(device().type, (4,), mesh_dim_names=("w",))._unflatten(0, (2, 2), ("x", "y"))
+    with pytest.raises(ValueError, match=r"dimension 'x' are those of no dimension of .* use hyper_parallel\.init_dev"):
+        DeviceMesh.from_torch(split["x"])
     for wrong in (3, mesh, "cpu"):
         with pytest.raises(TypeError, match=r"from_torch takes a torch\.distributed\.device_mesh\.DeviceMesh, got"):
             DeviceMesh.from_torch(wrong)

@@ -84,7 +84,8 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         if dims is None:
             raise ValueError(
                 f"the ranks {row} of dimension {name!r} are those of no dimension of {root}, and of no flattened ones: "
-                "make a mesh that has the dimension"
+                "make a mesh that has the dimension. If _unflatten of the framework's mesh made the dimension, use "
+                "hyper_parallel.init_device_mesh in its place, whose meshes have _unflatten too"
             )
         root.slices.flat_groups.setdefault(dims, known.groups[dim])
         root.slices.flat_names[name] = dims
@@ -93,7 +94,7 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
 
 def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return the dimensions of ``root`` that, flattened, have the ranks ``row`` at ``coordinate``."""
-    for count in range(2, root.ndim + 1):
+    for count in range(1, root.ndim + 1):  # one: a dimension that the framework flattened to rename it
         for dims in itertools.combinations(range(root.ndim), count):
             if sub_array(root.ranks, (dims,), coordinate).tolist() == row:
                 return dims
