@@ -194,7 +194,7 @@ def search(
             # prefetched layer.
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     if experts and sequences:
-        raise ValueError("search takes experts or sequences, not both: dry_run has no mesh of both")
+        raise ValueError("search takes either experts or sequences, because dry_run has no mesh with both dimensions")
     found = []
     for tp in sizes:
         cuts = context_parallel or [n for n in range(1, named.devices + 1) if ranks // tp % n == 0]
@@ -244,7 +244,7 @@ def search(
 def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> dict[str, Any]:
     """The plan with the styles of cut sequences."""
     if plan is not None and not isinstance(plan, Mapping):
-        raise ValueError("a plan that is a function cuts its sequences itself: give one of styles by path")
+        raise ValueError("sequences cannot be searched with a plan that is a function: pass a dict of styles by path")
     return {**(plan or {}), **sequences}
 
 
@@ -256,7 +256,7 @@ def _share(batch: tuple, dp: int, cp: int) -> Any:
         for x in tensors_in(batch, platform):
             if platform.shape_of(x)[dim] % ranks:
                 raise ValueError(
-                    f"dimension {dim} of a batch of shape {tuple(platform.shape_of(x))} does not divide over "
+                    f"dimension {dim} of a batch of shape {tuple(platform.shape_of(x))} is not divisible by "
                     f"{('dp', 'cp')[dim]}={ranks}"
                 )
 

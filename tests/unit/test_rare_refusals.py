@@ -82,8 +82,8 @@ def namesake(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (too_short, CheckpointError, "is damaged, or no file of safetensors: it has 4 bytes"),
-        (too_long, CheckpointError, "is damaged, or no file of safetensors: its data ends at byte"),
+        (too_short, CheckpointError, "is damaged, or is not a safetensors file: it has 4 bytes"),
+        (too_long, CheckpointError, "is damaged, or is not a safetensors file: its data ends at byte"),
         (taken, FileExistsError, "b is there already"),
         (not_shared, CheckpointError, "save to a file system that all ranks share"),
         (unknown_kind, CheckpointError, "'date' is unknown"),
@@ -111,7 +111,7 @@ def test_a_save_that_takes_longer(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = weights(tmp_path / "a", {"x": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"12")
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(CheckpointError, match="has become shorter while it was read"):
+    with pytest.raises(CheckpointError, match="became shorter while it was being read"):
         file.read("x", (slice(0, 2),), np.zeros(2, np.uint8))
 
 

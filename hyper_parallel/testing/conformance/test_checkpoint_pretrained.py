@@ -211,16 +211,16 @@ def misfits(mesh: Any, directory: str) -> None:
         load_pretrained(model, path, rename=lambda name: "x", mesh=mesh)
     load_pretrained(model, path, rename={"up.bias": "up.bias", "down.bais": "down.bias"}.get, strict=False, mesh=mesh)
     assert (adapter.numpy(model.up.bias) == array(6)).all() and (adapter.numpy(model.down.bias) == array(4)).all()
-    with fails(CheckpointError, "has neither model.safetensors nor", "wrong.safetensors", "give the file itself"):
+    with fails(CheckpointError, "has neither model.safetensors nor", "wrong.safetensors", "pass the path of the file"):
         load_pretrained(model, folder / "a", mesh=mesh)
-    with fails(CheckpointError, "there is nothing of that name"):
+    with fails(CheckpointError, "the path does not exist"):
         load_pretrained(model, folder / "b", mesh=mesh)
     index = folder / "a" / "model.safetensors.index.json"
     for text, words in (
         ("{", "is damaged"),
         ("[]", "is damaged"),
-        ('{"weight_map": {"x": "../y"}}', "lies outside"),
-        ('{"weight_map": {"x": "y.safetensors"}}', "names 'y.safetensors', which is not there"),
+        ('{"weight_map": {"x": "../y"}}', "outside of"),
+        ('{"weight_map": {"x": "y.safetensors"}}', "names the file 'y.safetensors', which does not exist"),
     ):
         meet(mesh)
         if mesh.get_rank() == 0:
@@ -230,7 +230,7 @@ def misfits(mesh: Any, directory: str) -> None:
             load_pretrained(model, folder / "a", mesh=mesh)
     with fails(ValueError, "max_shard_size", "'5GB'", "'much'"):
         save_pretrained(model, folder / "c", max_shard_size="much", mesh=mesh)
-    with fails(ValueError, "do not save the same", "up.weight"):
+    with fails(ValueError, "save different states", "up.weight"):
         save_pretrained({"up.weight": adapter.tensor(array(3) + mesh.get_rank())}, folder / "c", mesh=mesh)
     # Older weights of the same kind are replaced.
     save_pretrained(model, folder / "d", max_shard_size="1kb", mesh=mesh)

@@ -419,7 +419,7 @@ def test_foreseen() -> None:
     with expert_shares([1, 1]), pytest.raises(ValueError, match="2 numbers, and a module has 3 experts"):
         explain(module_with(_first_expert), 2, ExpertParallel(), x, counts)
     for wrong in ([], [0, 0], [-1, 2]):
-        with pytest.raises(ValueError, match="a number for each expert"), expert_shares(wrong):
+        with pytest.raises(ValueError, match="one number for each expert"), expert_shares(wrong):
             raise AssertionError("was taken")
 
     def whole(module: Any, x: Any, counts: Any) -> Any:
