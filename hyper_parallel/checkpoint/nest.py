@@ -168,7 +168,7 @@ def flatten(state: Any, platform: Platform) -> Flat:
         if kind == "value":
             return encode(x)
         if alone and kind in ("tensor", "module", "optimizer", "object"):
-            raise TypeError(f"{path} is a {kind}, but {alone} of each rank may only contain plain values")
+            raise TypeError(f"{path} is a {kind}, but the per-rank state of {alone} may only contain plain values")
         if kind == "tensor":
             flat.add(path, x)
             return {KIND: "tensor", "name": path}

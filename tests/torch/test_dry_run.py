@@ -132,7 +132,7 @@ def test_a_world_ends() -> None:
         with pytest.raises(RuntimeError, match="a dry run has no process groups"):
             mesh.get_group("tp")
     assert get_platform() is not platform and not torch.ones(2).is_meta
-    with pytest.raises(RuntimeError, match="the dry run is over"):
+    with pytest.raises(RuntimeError, match="the dry run has ended"):
         mesh.get_rank()
     with pytest.raises(ValueError, match="no rank 8"), dry_world(8, rank=8):
         raise AssertionError

@@ -241,7 +241,7 @@ def compiled(mesh: Any) -> None:
     # Not in a CommDebugMode: torch compiles nothing inside of a mode that sees operations.
     LISTENERS.append(sent.append)
     try:
-        with pytest.raises(Exception, match="a unit of data parallelism, which is not compiled itself"):
+        with pytest.raises(Exception, match="a unit of data parallelism, which cannot be compiled"):
             torch.compile(sharded, backend="eager", fullgraph=True)(x)
     finally:
         LISTENERS.remove(sent.append)

@@ -87,8 +87,12 @@ WRONG: dict[str, tuple[Callable[[nn.Module], Any], type[Exception], str]] = {
     "check_plan of a lambda": (lambda m: check_plan(lambda: m, 2, PLAN, X), TypeError, "at the top level of a file"),
     "describe": (lambda m: describe("model"), TypeError, "describe takes a Module"),
     "visualize_plan": (lambda m: visualize_plan(3), TypeError, "describe takes a Module"),
-    "a dry run that is over": (lambda m: over(), RuntimeError, "the dry run is over"),
-    "groups": (lambda m: group_of_the_framework(), RuntimeError, "no process groups that functions of the framework"),
+    "a dry run that is over": (lambda m: over(), RuntimeError, "the dry run has ended"),
+    "groups": (
+        lambda m: group_of_the_framework(),
+        RuntimeError,
+        "no process groups for the framework's own collectives: use methods",
+    ),
 }
 
 

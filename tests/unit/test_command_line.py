@@ -221,7 +221,7 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     found = json.loads(said(capsys, *own, "--model", f"{file}:Scores", "--forward-only", "--json", status=1))
     assert not found["right"] and [f["where"] for f in found["findings"]] == [f"{file}:9"]
     # A value that is used for nothing is shown, and is nothing wrong.
-    assert "No module takes the result" in said(capsys, *own, "--model", f"{file}:Right")
+    assert "No module and no output of the model" in said(capsys, *own, "--model", f"{file}:Right")
     assert "'dwn' matches no module" in said(
         capsys, *own, "--plan", f"{file}:more", "--model", f"{file}:Right", status=1
     )

@@ -116,14 +116,17 @@ def test_everywhere(framework: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (patch("fw.Tensor.gone"), r"fw.Tensor.gone is not there, and was there itself"),
-        (patch("fw.Tensor.inherited"), r"fw.Tensor.inherited is inherited, and was there itself"),
-        (patch("fw.Tensor.step", held="inherited"), r"fw.Tensor.step is there itself, and was inherited"),
-        (patch("fw.Tensor.step", held="absent"), r"fw.Tensor.step is there itself, and was not there"),
-        (patch("fw.table[Tensor]", held="absent"), r"fw.table\[Tensor\] is there itself, and was not there"),
-        (patch("fw.gone.clip"), r"fw.gone.clip is not there \("),
-        (patch("fw.table[Gone].step"), r"fw.table\[Gone\].step is not there \("),
-        (patch("gone.clip"), r"gone.clip is not there \("),
+        (patch("fw.Tensor.gone"), r"fw.Tensor.gone is not there, but the patch expects there itself"),
+        (patch("fw.Tensor.inherited"), r"fw.Tensor.inherited is inherited, but the patch expects there itself"),
+        (patch("fw.Tensor.step", held="inherited"), r"fw.Tensor.step is there itself, but the patch expects inherited"),
+        (patch("fw.Tensor.step", held="absent"), r"fw.Tensor.step is there itself, but the patch expects not there"),
+        (
+            patch("fw.table[Tensor]", held="absent"),
+            r"fw.table\[Tensor\] is there itself, but the patch expects not there",
+        ),
+        (patch("fw.gone.clip"), r"fw.gone.clip does not exist \("),
+        (patch("fw.table[Gone].step"), r"fw.table\[Gone\].step does not exist \("),
+        (patch("gone.clip"), r"gone.clip does not exist \("),
         (patch("fw.clip", "fw.other"), r"fw.other is not the same object as fw.clip"),
         (patch("fw.clip", check=takes("x norm")), r"fw.clip takes \('x', 'limit'\) and not \('x', 'norm'\)"),
         (patch("fw.names"), r"fw.names is not a function;"),
@@ -140,7 +143,7 @@ def test_all_or_nothing(framework: Any, wrong: Patch, what: str) -> None:
 
 def test_what_only_saves_time_is_left_out(framework: Any) -> None:
     patches = PatchSet("fw", "9.9", [patch("fw.gone", required=False), patch("fw.clip")])
-    with pytest.warns(RuntimeWarning, match=r"^fw 9.9: fw.gone is not there.*left out: numbers are wrong"):
+    with pytest.warns(RuntimeWarning, match=r"^fw 9.9: fw.gone does not exist.*left out: numbers are wrong"):
         patches.install()
     assert patches.installed == patches.patches[1:]
 

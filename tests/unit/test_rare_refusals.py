@@ -90,7 +90,7 @@ def namesake(folder: Path) -> None:
         (no_such_dtype, targets._MisfitError, "tensor 'x' is of bfloat16, which mine does not have"),
         (no_counter, TypeError, "mine has no counter-based generator: leave parallel_rng out"),
         (slice_elsewhere, ValueError, "cannot take a slice on a rank outside of the mesh: .* does not have rank 3"),
-        (namesake, ImportError, "Use an environment for each.*pip uninstall hyper-parallel"),
+        (namesake, ImportError, "Use a separate environment for each.*pip uninstall hyper-parallel"),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )

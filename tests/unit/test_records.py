@@ -328,7 +328,7 @@ def changed_entry(file: Path, **fields: Any) -> None:
 
 DAMAGES: dict[str, tuple[Any, str]] = {
     "no JSON": (lambda file: file.write_text("{"), "rank-0.json is not the index of a record"),
-    "a list": (lambda file: file.write_text("[]"), "does not say 'hyper_parallel record'"),
+    "a list": (lambda file: file.write_text("[]"), "its format is not 'hyper_parallel record'"),
     "other version": (lambda file: rewrite(file, version=9), "is of version 9 of the format"),
     "a field": (lambda file: rewrite(file, notes=3), "rank-0.json is damaged: its field 'notes' is 3"),
     "renamed": (lambda file: rewrite(file, rank=1), "the file was renamed"),

@@ -111,7 +111,7 @@ class Following:
             results = [] if any(y is x for y in results for x in operands) else results
         if not results:
             if OPERATIONS[op.name].gathers:
-                note = f"{title} reads numbers of a part"
+                note = f"{title} reads values of a shard"
                 self.notes[note] = self.notes.get(note, 0) + 1
             return result
         self.asked += 1
@@ -376,7 +376,9 @@ class Following:
         for same in equal.values():
             more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
             unused = (
-                "" if any(f in self._reached for f in same) else " No module takes the result, nor does the output."
+                ""
+                if any(f in self._reached for f in same)
+                else " No module and no output of the model uses the result."
             )
             lines.append(f"{same[0]}{more}{unused}")
         return lines

@@ -190,8 +190,8 @@ class VocabParallel(ClassSoftmax):
         wrong = ((target < 0) | (target >= classes.total)) & (target != ignore_index)
         if self._looks() and bool(wrong.any()):
             raise IndexError(
-                f"a target is no class: targets must lie between 0 and {classes.total - 1}, or be the "
-                f"ignore_index {ignore_index}"
+                f"a target is not a class: targets must be between 0 and {classes.total - 1}, or be the ignore_index "
+                f"{ignore_index}"
             )
         return self.platform.unsqueeze(ignored, classes.dim), self.platform.unsqueeze(wrong, classes.dim)
 

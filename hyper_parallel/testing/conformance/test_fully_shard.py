@@ -154,7 +154,7 @@ def refusals(mesh: Any) -> None:
             fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=number)
     mlp = adapter.Mlp(4, 4)
     for modules in ([], [mlp, mlp.up], [mlp.up, mlp.up]):
-        with fails(ValueError, "list of modules"):
+        with fails(ValueError, "list of distinct modules"):
             fully_shard(modules, mesh=mesh)
     with fails(TypeError, "list of them"):
         fully_shard([mlp, 3], mesh=mesh)

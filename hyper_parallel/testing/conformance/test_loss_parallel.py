@@ -484,7 +484,7 @@ def mistakes(mesh: Any) -> None:
     refuses(
         ValueError, r"reduction must be one of 'none', 'mean', 'sum', got 'median'", x, target, mesh, reduction="median"
     )
-    refuses(ValueError, "label_smoothing must lie between 0 and 1, got 1.5", x, target, mesh, label_smoothing=1.5)
+    refuses(ValueError, "label_smoothing must be between 0 and 1, got 1.5", x, target, mesh, label_smoothing=1.5)
     refuses(ValueError, r"the target has shape \(2,\)", x, adapter.tensor(good[:2]), mesh)
     refuses(
         ValueError,

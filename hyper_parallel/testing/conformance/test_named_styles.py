@@ -316,7 +316,7 @@ def wrong_heads(mesh: Any) -> None:
         ColwiseParallel(heads=(8, 2, 2), packed=(8, 8))
     with pytest.raises(ValueError, match="one number for each part"):
         ColwiseParallel(heads=8, packed=(8, 8))
-    number, ints = "takes a number of heads, or one for each part", "takes ints as sizes"
+    number, ints = "takes a number of heads, or a number for each part", "takes ints as sizes"
     for wrong, message in (
         ({"heads": "8"}, number),
         ({"heads": True}, number),

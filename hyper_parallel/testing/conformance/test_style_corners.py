@@ -214,7 +214,9 @@ def other_meshes(mesh: Any) -> None:
     module = ColwiseParallel().apply(adapter.linear_module(4, 4), mesh["tp"])
     assert module.weight.placements == (Shard(0),)
     x = DTensor.from_local(adapter.tensor(floats(2, 4)), mesh["dp"], [Replicate()])
-    with pytest.raises(ValueError, match=r"the input of .* is distributed over .*dp.*, the style works on .*tp"):
+    with pytest.raises(
+        ValueError, match=r"the input of .* is distributed over .*dp.*, but the style is applied to .*tp"
+    ):
         adapter.call(module, x)
 
 
@@ -237,7 +239,7 @@ def logits_that_differ(mesh: Any) -> None:
 @spmd.on_mesh()
 def misfits(mesh: Any) -> None:
     adapter = get_adapter()
-    with pytest.raises(ValueError, match=r"24 features, which are not 7 heads \(heads=\(3, 2, 2\)\)"):
+    with pytest.raises(ValueError, match=r"24 features, which do not divide into 7 heads \(heads=\(3, 2, 2\)\)"):
         parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
     # The framework's own words for an input that fits the style and not the weight.
     column = parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel())

@@ -129,7 +129,7 @@ def whole_layers(mesh: Any) -> None:
     model = Outer(a=adapter.linear_module(6, 12), attention=fused)
     with fails(ValueError, "'attention.out_proj' RowwiseParallel", "'attention' reads the weight", "NoParallel()"):
         parallelize_module(model, mesh, {"attention.out_proj": RowwiseParallel()})
-    with fails(ValueError, "'attention' is a ", "NoParallel() computes it whole"):
+    with fails(ValueError, "'attention' is a ", "use NoParallel() to compute the module in full"):
         parallelize_module(model, mesh, {"attention": ColwiseParallel()})
     with fails(ValueError, "name its linear layers in the plan, such as 'mlp.up'"):
         parallelize_module(Outer(mlp=adapter.Mlp(6, 12)), mesh, {"mlp": ColwiseParallel()})
@@ -169,15 +169,13 @@ def positions(mesh: Any) -> None:
 
     model = made(("tokens",), tokens=RowwiseParallel(**rows))
     x = adapter.call(model.tokens, batch)
-    with fails(ValueError, " of 'positions', shape (8, 6)", "give the module a style in the plan"):
+    with fails(ValueError, " of 'positions', shape (8, 6)", "add a style for the module to the plan"):
         adapter.call(model.positions, batch)
     distribute_module(model.positions, mesh["dp"])
     with fails(ValueError, "(operand 0, ids, shape ", " of 'positions', global shape", "ones_like(ids).cumsum(1) - 1"):
         adapter.call(model.positions, ids)
     y = adapter.call(model.positions, batch)
-    with fails(
-        ValueError, "(4, 2, 6) and (4, 4, 6)", "Shard(1) in its output_layouts", "RowwiseParallel(input_layouts="
-    ):
+    with fails(ValueError, "(4, 2, 6) and (4, 4, 6)", "output_layouts=Shard(1)", "RowwiseParallel(input_layouts="):
         x + y
     model = made(
         ("tokens", "positions", "norm"),
@@ -187,7 +185,7 @@ def positions(mesh: Any) -> None:
     )
     x = adapter.call(model.tokens, batch) + adapter.call(model.positions, batch)
     y = adapter.call(model.norm, x)
-    with fails(ValueError, "different meshes", "stream the same use_local_output"):
+    with fails(ValueError, "different meshes", "Use the same use_local_output"):
         x + y
 
 
@@ -247,7 +245,7 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
         parallelize_module(table, mesh, {"table": style})
         assert isinstance(adapter.call(table.table, ids), DTensor) != use_local_output
     found["after a local output"] = message_of(lambda: adapter.call(norm.norm, part))
-    found["and another"] = message_of(lambda: adapter.call(column, part))
+    found["but another input"] = message_of(lambda: adapter.call(column, part))
     adapter.call(norm.norm, whole)
     adapter.call(norm.norm, even)
     adapter.call(column, even)
@@ -260,7 +258,7 @@ def test_uneven_plain_shards_are_refused(pool: Any, world_size: int) -> None:
     assert all(result == results[0] for result in results)
     paths = {
         "norm": "'norm'", "column": "'up'", "prepared input": "'probe'", "prepared output": "'probe'",
-        "replicated": "'gate'", "parameters": "'held'", "after a local output": "'norm'", "and another": "'up'",
+        "replicated": "'gate'", "parameters": "'held'", "after a local output": "'norm'", "but another input": "'up'",
     }  # fmt: skip
     for case, path in paths.items():
         kind, message = results[0][case]

@@ -86,11 +86,11 @@ def _slots(module: nn.Cell, hooks: Sequence[CompiledInputs]) -> list[nn.Cell]:
         raise NotTracedError("several styles convert its inputs or its outputs")
     (how,) = hooks
     if not how.local:
-        raise NotTracedError("a style gives it DTensors: give that style use_local_output=True")
+        raise NotTracedError("a style passes DTensors to it: set use_local_output=True in that style")
     cells: list[nn.Cell] = [Same() for _ in range(how.count)]
     for one in how.conversions:
         if not isinstance(one.key, int):
-            raise NotTracedError("a style converts inputs that are given by keyword")
+            raise NotTracedError("a style converts keyword inputs")
         cells[one.key] = _Conversion(module, how, one)
     return cells
 
@@ -109,7 +109,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, Program]) -> GraphCel
     before, after = list(module._forward_pre_hook.values()), list(module._forward_hook.values())
     hows: list[Any] = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
     if None in hows:
-        raise NotTracedError("a hook of it, or a style, has no form in graphs")
+        raise NotTracedError("one of its hooks or styles is not supported in graphs")
     reads: dict[int, nn.Cell] = {}
     body = _copied(module)
     for position, names in shared_inputs(original_class(module), frozenset(columns)).items():

@@ -195,8 +195,8 @@ def _refuse_partial(*statistics: Any) -> None:
         layout = getattr(running, "_layout", None)
         if layout is not None and any(p.is_partial() for p in layout.placements):
             raise ValueError(
-                "batch_norm writes into an operand in place, running statistics that are placed "
-                f"{list(layout.placements)} and cannot be written that way: redistribute them to Replicate() first"
+                f"batch_norm writes in place into running statistics placed {list(layout.placements)}, which is not "
+                "supported: redistribute the statistics to Replicate() first"
             )
 
 

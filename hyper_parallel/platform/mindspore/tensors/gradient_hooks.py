@@ -25,7 +25,7 @@ class _GradientHook:
         given = getattr(result, "_layout", None)
         if given is None:
             raise TypeError(
-                "what a hook returns for the gradient of a distributed tensor must be distributed too, with placements "
+                "a hook of a distributed tensor must return a distributed gradient with placements "
                 f"{list(layout.cotangent.placements)}, got {type(result).__name__}: use distribute_tensor or "
                 "DTensor.from_local"
             )

@@ -38,7 +38,7 @@ class _GradientHook:
         result = self._hook(gradient)
         if result is None:
             return None
-        result = as_cotangent(result, self._layout, "what a hook returns for the gradient")
+        result = as_cotangent(result, self._layout, "the gradient that a hook returns")
         with no_dispatch():
             result = result.as_subclass(Tensor)
             return State.core.to_summands(result, self._layout)

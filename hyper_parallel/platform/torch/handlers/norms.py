@@ -79,8 +79,8 @@ def _check(func: Any, given: dict[str, Any]) -> None:
     for running in (given["running_mean"], given["running_var"]):
         if given["training"] and is_dtensor(running) and any(p.is_partial() for p in running.placements):
             raise ValueError(
-                f"{func.__name__} writes into an operand in place, running statistics that are placed "
-                f"{list(running.placements)} and cannot be written that way: redistribute them to Replicate() first"
+                f"{func.__name__} writes in place into running statistics placed {list(running.placements)}, which is "
+                "not supported: redistribute the statistics to Replicate() first"
             )
 
 
