@@ -283,7 +283,7 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
             return None, f"{target} does not exist ({error})"
         held, original = place.held(), place.original()
         if held != patch.held and (patch.held != "either" or held == "absent"):
-            return None, f"{target} is {_HELD[held]}, but the patch expects {_HELD[patch.held]}"
+            return None, f"{target} is {_HELD[held]}, but expected to be {_HELD[patch.held]}"
         if i and original is not first:
             return None, f"{target} is not the same object as {patch.targets[0]}"
         first = original
@@ -294,7 +294,12 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
     return first, None
 
 
-_HELD = {"own": "there itself", "inherited": "inherited", "either": "there or inherited", "absent": "not there"}
+_HELD = {
+    "own": "defined there",
+    "inherited": "inherited",
+    "either": "defined there or inherited",
+    "absent": "missing",
+}
 
 
 # -------------------------------------------------------------------------------------------------- installed patches

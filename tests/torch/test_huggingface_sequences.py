@@ -185,12 +185,12 @@ def wrong(mesh: Any) -> None:
             "a mask, which is not supported",
             lambda: model.model.layers[0](x, hiding[:, None, None], position_embeddings=tables),
         ),
-        ("has sinks", lambda: parallelize_model(sinking, mesh)),
+        ("has attention sinks", lambda: parallelize_model(sinking, mesh)),
         ("balance its experts", lambda: routed(part, position_ids=positions, output_router_logits=True)),
         ("mixes positions", lambda: parallelize_model(convolved, mesh)),
         ("largest position", lambda: parallelize_model(by_length, mesh)),
         ("of the kinds", lambda: parallelize_model(odd, mesh)),
-        ("from transformers' interface", lambda: parallelize_model(other, mesh)),
+        ("the attention interface of transformers", lambda: parallelize_model(other, mesh)),
     ]
     for words, call in refusals:
         with check_ranks(mesh), pytest.raises(ValueError, match=words):

@@ -151,7 +151,7 @@ def refused(mesh: Any) -> None:
     model = adapted(build("llama"), ["q_proj"])
     layer = next(module for path, module in model.named_modules() if path.endswith("0.self_attn.q_proj"))
     layer.lora_magnitude_vector = torch.nn.ModuleDict({"default": torch.nn.Identity()})
-    expect("as DoRA does", model)
+    expect("as in DoRA", model)
     layer.lora_magnitude_vector = torch.nn.ModuleDict()
     if type(layer).__name__ == "Adapted":
         vars(layer)["merged_adapters"] = ["default"]

@@ -265,7 +265,7 @@ def corners(mesh: Any) -> None:
         assert not following.findings, following
         # A gradient that is a summand already is not to be summed again.
         DTensor.from_local(summed, tp, [Replicate()])
-        assert [f.kind for f in following.findings] == ["input"] and "once more" in str(following)
+        assert [f.kind for f in following.findings] == ["input"] and "twice" in str(following)
         # Two meshes, an operand that is written to, a number that is read, an unknown function in place.
         assert isinstance(ways(x * part(data, 0, dp)), Lost)
         assert isinstance(ways(torch.polygamma(1, part(data, 1), out=part(data.clone(), 1))), Lost)

@@ -54,7 +54,7 @@ ANYWHERE = [
     ("test --platform none", 2, "unknown platform"),
     ("explain", 2, "required: --model, --mesh"),
     ("explain --model llama-tiny", 2, "required: --mesh"),
-    ("explain --model llama --mesh 2", 2, "no model is called 'llama': there are llama-"),
+    ("explain --model llama --mesh 2", 2, "no model is called 'llama': choose one of llama-"),
     ("explain --model nowhere.py:f --mesh 2", 2, "'nowhere.py' does not exist"),
     ("explain --model no_such_package:f --mesh 2", 2, "cannot be imported: ModuleNotFoundError"),
     ("explain --model broken.py:f --mesh 2", 2, "'broken.py:f' cannot be imported: SyntaxError"),

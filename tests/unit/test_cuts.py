@@ -161,8 +161,8 @@ def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int
             (Shard(0), PackedShard(0, (4, 4))),
             r"PackedShard.*must be the first placement that shards tensor dimension 0",
         ),
-        ((PackedShard(0, (4, 4)), PackedShard(0, (4, 4))), "one placement at most may be packed"),
-        ((PackedShard(0, (4, 4)), PackedShard(1, (1, 1))), "one placement at most may be packed"),
+        ((PackedShard(0, (4, 4)), PackedShard(0, (4, 4))), "at most one placement may be a PackedShard"),
+        ((PackedShard(0, (4, 4)), PackedShard(1, (1, 1))), "at most one placement may be a PackedShard"),
     ],
     ids=str,
 )

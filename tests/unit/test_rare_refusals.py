@@ -87,7 +87,7 @@ def namesake(folder: Path) -> None:
         (taken, FileExistsError, "b is there already"),
         (not_shared, CheckpointError, "save to a file system that all ranks share"),
         (unknown_kind, CheckpointError, "'date' is unknown"),
-        (no_such_dtype, targets._MisfitError, "tensor 'x' is of bfloat16, which mine does not have"),
+        (no_such_dtype, targets._MisfitError, "tensor 'x' has dtype bfloat16, which mine does not support"),
         (no_counter, TypeError, "mine has no counter-based generator: leave parallel_rng out"),
         (slice_elsewhere, ValueError, "cannot take a slice on a rank outside of the mesh: .* does not have rank 3"),
         (namesake, ImportError, "Use a separate environment for each.*pip uninstall hyper-parallel"),

@@ -329,10 +329,10 @@ def changed_entry(file: Path, **fields: Any) -> None:
 DAMAGES: dict[str, tuple[Any, str]] = {
     "no JSON": (lambda file: file.write_text("{"), "rank-0.json is not the index of a record"),
     "a list": (lambda file: file.write_text("[]"), "its format is not 'hyper_parallel record'"),
-    "other version": (lambda file: rewrite(file, version=9), "is of version 9 of the format"),
+    "other version": (lambda file: rewrite(file, version=9), "has version 9 of the format"),
     "a field": (lambda file: rewrite(file, notes=3), "rank-0.json is damaged: its field 'notes' is 3"),
     "renamed": (lambda file: rewrite(file, rank=1), "the file was renamed"),
-    "an entry": (lambda file: rewrite(file, entries=[{"kind": "output"}]), "is no entry"),
+    "an entry": (lambda file: rewrite(file, entries=[{"kind": "output"}]), "is not a valid entry"),
     "a kind": (lambda file: changed_entry(file, kind="other"), "is not consistent with the others"),
     "a place": (lambda file: changed_entry(file, place=4), "is not consistent with the others"),
     "values": (lambda file: changed_entry(file, values=[0, 999]), "is not consistent with the others"),

@@ -201,7 +201,7 @@ def test_platform_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         get_platform_for_device("cuda")
     registry._backends["torch-npu"].target = backend("torch-npu", "npu")
     assert get_platform_for_device("npu") is get_platform("torch-npu")
-    with pytest.raises(ValueError, match=r"no device type 'tpu'; use one of 'cpu'.*'npu'"):
+    with pytest.raises(ValueError, match=r"no device type 'tpu': use one of 'cpu'.*'npu'"):
         get_platform_for_device("tpu")
 
 

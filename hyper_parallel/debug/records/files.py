@@ -263,7 +263,7 @@ def _make(cls: Any, row: Any, file: Path) -> Any:
     """Return an object of class ``cls`` from a JSON object, with tuples in place of lists."""
     names = [f.name for f in fields(cls)]
     if not isinstance(row, dict) or set(row) != set(names):
-        raise RecordError(f"{file} is damaged: {row!r:.80} is not a {cls.__name__.lower()}")
+        raise RecordError(f"{file} is damaged: {row!r:.80} is not a valid {cls.__name__.lower()}")
     return cls(**{name: _frozen(row[name]) for name in names})
 
 

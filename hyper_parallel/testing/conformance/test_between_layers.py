@@ -194,7 +194,7 @@ def test_what_no_parallel_takes() -> None:
 
 @spmd.on_mesh()
 def more_than_there_are(mesh: Any) -> None:
-    with fails(ValueError, "'gate', which gives 4 features", "correct partial_features=5"):
+    with fails(ValueError, "'gate': the layer has 4 output features", "correct partial_features=5"):
         parallelize_module(holder(gate=(6, 4)), mesh, {"gate": NoParallel(partial_features=5)})
 
 

@@ -83,7 +83,7 @@ def forgotten(mesh: Any) -> list[tuple[str, str]]:
     )
     parallelize_module(gated, mesh, {"w[13]": ColwiseParallel()})  # two sources, one partner
     if mesh.size() > 1:
-        with pytest.raises(ValueError, match=r"'w2' takes 12 features .* as 'w1' gives it"):
+        with pytest.raises(ValueError, match=r"'w2' takes 12 features .* from 'w1'"):
             adapter.call(gated.w2, adapter.call(gated.w3, adapter.tensor(floats(2, 6))))
     # A whole input, a DTensor, and a partner that a second call adds, are fine.
     mlp = parallelize_module(made(adapter.Mlp(6, 12)), mesh, {"up": ColwiseParallel()})
@@ -116,7 +116,7 @@ def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
             continue
         path, source = (("down", "up"), ("norm", "a"), ("after", "table"))[i % 3]
         assert kind == "ValueError", message
-        for word in (f"'{path}' takes {12 if i < 3 else 7} features", f"as '{source}' gives it", "DeviceMesh("):
+        for word in (f"'{path}' takes {12 if i < 3 else 7} features", f"from '{source}'", "DeviceMesh("):
             assert word in message, message
         assert "RowwiseParallel()" in message and "output_layouts=Replicate()" in message
 
