@@ -156,7 +156,7 @@ def refusals(mesh: Any) -> None:
     with pytest.raises(ValueError, match="in common"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["tp"], [S0], (4, 4))
     other = DeviceMesh(None, [0, 2, 1, 3], mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match="not slices of one mesh. Make one mesh, such as"):
+    with pytest.raises(ValueError, match="not slices of one mesh"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), other, [S0], (4, 4))
     assert nest(None, mesh["dp"], [S0], (4, 4)) is get_layout(mesh["dp"], (S0,), (4, 4))
 
