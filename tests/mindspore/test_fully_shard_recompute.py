@@ -84,7 +84,7 @@ def test_a_part_of_a_unit_is_refused(pool: Any) -> None:
         assert of_block.startswith("ValueError: Block under fully_shard: 'feed_forward' is recomputed in backward"), (
             of_block
         )
-        assert "use_reentrant=False" in of_root and "apply fully_shard to 'feed_forward'" in of_block
+        assert "use_reentrant=False" in of_root and "Apply fully_shard to 'feed_forward'" in of_block
 
 
 @on_mesh()

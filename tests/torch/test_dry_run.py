@@ -93,7 +93,7 @@ def test_search_over_cut_sequences() -> None:
     assert {c.error for c in short.candidates} == {
         "dimension 1 of a batch of shape (4, 9, 32) is not divisible by cp=2"
     }
-    with pytest.raises(ValueError, match="not both"):
+    with pytest.raises(ValueError, match="either experts or sequences"):
         search(model, 8, {"tp": plan}, x, sequences=style, experts={"": ExpertParallel()})
 
 

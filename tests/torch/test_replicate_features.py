@@ -316,7 +316,7 @@ def refused(mesh: Any) -> None:
     inside(x).sum().backward()
     assert inside[0].weight.grad is not None
     model[0].weight = nn.Parameter(torch.ones(7, 4, device=device()))
-    with pytest.raises(ValueError, match=r"something was replaced '0\.weight'"):
+    with pytest.raises(ValueError, match=r"the parameter '0\.weight' was replaced"):
         model(x)
     ignoring = nn.Sequential(mlp(), mlp()).to(device())
     replicate(ignoring, mesh, ignored_modules=[ignoring[1]])

@@ -84,7 +84,7 @@ def namesake(folder: Path) -> None:
     [
         (too_short, CheckpointError, "is damaged, or is not a safetensors file: it has 4 bytes"),
         (too_long, CheckpointError, "is damaged, or is not a safetensors file: its data ends at byte"),
-        (taken, FileExistsError, "b is there already"),
+        (taken, FileExistsError, "b exists already"),
         (not_shared, CheckpointError, "save to a file system that all ranks share"),
         (unknown_kind, CheckpointError, "'date' is unknown"),
         (no_such_dtype, targets._MisfitError, "tensor 'x' has dtype bfloat16, which mine does not support"),

@@ -245,7 +245,7 @@ def ties_in_two_calls(mesh: Any) -> None:
         return adapter.load(adapter.Tied(12, 6), np.random.default_rng(5))
 
     wanted = adapter.numpy(adapter.call(model(), ids))
-    with fails(ValueError, "'head'", "'embedding'", "in the same plan"):
+    with fails(ValueError, "'head'", "'embedding'", "to the same plan"):
         parallelize_module(model(), mesh, {"embedding": embedding})
     tied = model()
     parallelize_module(tied.embedding, mesh, embedding)

@@ -321,7 +321,7 @@ def test_wrong_use_in_plain_code(pool: Any) -> None:
 
 @spmd.on_mesh(1, 3)
 def wrong_mesh(mesh: Any) -> None:
-    with pytest.raises(ValueError, match="one dimension"), context_parallel(mesh, length=6):
+    with pytest.raises(ValueError, match="a 1-D mesh"), context_parallel(mesh, length=6):
         pass
 
 

@@ -532,7 +532,7 @@ def test_mistakes(pool: Any) -> None:
 def mesh_of_two(mesh: Any) -> None:
     adapter = get_adapter()
     x, target = adapter.tensor(floats(4, 3)), adapter.tensor(as_target(classes_for((4,), 6)))
-    with pytest.raises(ValueError, match=r"one dimension.*mesh\['tp'\]"):
+    with pytest.raises(ValueError, match=r"a 1-D mesh.*mesh\['tp'\]"):
         vocab_parallel_cross_entropy(x, target, mesh)
     assert vocab_parallel_cross_entropy(x, target, mesh["tp"]).shape == ()
 

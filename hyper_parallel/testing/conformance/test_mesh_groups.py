@@ -111,7 +111,7 @@ def cut() -> None:
     with fails(ValueError, "has no mesh_dim_names"):
         DeviceMesh(None, [0, 1, 2, 3])._unflatten(0, (2, 2), ("x", "y"))
     flat = both._flatten("all")
-    with fails(ValueError, "was flattened"):
+    with fails(ValueError, "is a flattened dimension"):
         flat._unflatten(0, (4, 1), ("x", "y"))
 
 

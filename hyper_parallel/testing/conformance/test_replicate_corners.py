@@ -126,7 +126,7 @@ def refused(mesh: Any) -> None:
         adapter.model_value_and_grads(copied, lambda x: (adapter.sum(adapter.call(copied, whole)), None), x)
     _, other_one = both(lambda: adapter.Mlp(6, 7), mesh)
     mesh.platform.own_parameters(other_one.up)["weight"] = adapter.linear_module(6, 7).weight
-    with fails(ValueError, "something was replaced 'up.weight'", "replace modules before replicate"):
+    with fails(ValueError, "the parameter 'up.weight' was replaced", "replace modules before replicate"):
         adapter.call(other_one, adapter.tensor(x))
 
 
