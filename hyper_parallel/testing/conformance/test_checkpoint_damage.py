@@ -176,7 +176,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a file": (replaced_by(""), ("is a file", "is a directory")),
     "an empty directory": (foreign(), ("has no index.json", "never completed")),
     "never completed": (lambda path: (path / "index.json").unlink(), ("has no index.json", "never completed")),
-    "of torch": (foreign(".metadata", "__0_0.distcp"), ("in another format", "torch.distributed.checkpoint")),
+    "of torch": (foreign(".metadata", "__0_0.distcp"), ("another format", "torch.distributed.checkpoint")),
     "of Hugging Face": (foreign("model.safetensors"), ("in another format",)),
     "the directory above": (nested, ("holds 1 checkpoint(s)", "step-3", "latest")),
     "index is a directory": (replaced_by("index.json"), ("index.json cannot be read", "directory")),

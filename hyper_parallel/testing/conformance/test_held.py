@@ -253,7 +253,7 @@ def ties_in_two_calls(mesh: Any) -> None:
     same(adapter.numpy(adapter.call(tied, ids)), wanted, "output")
     tied = model()
     parallelize_module(tied.embedding, mesh, embedding)
-    with fails(ValueError, type(tied.head).__name__, "another module with this parameter", "same way"):
+    with fails(ValueError, type(tied.head).__name__, "another module with this parameter", "the same placement"):
         parallelize_module(tied.head, mesh, RowwiseParallel(input_layouts=Replicate()))
 
 

@@ -155,7 +155,7 @@ def several_inputs(mesh: Any) -> None:
     assert isinstance(probe.seen[0][1], DTensor)
     with pytest.raises(ValueError, match=r"1 positional input\(s\), but ParameterParallel has 2 input_layouts"):
         adapter.call(probe, x)
-    with pytest.raises(ValueError, match=r"returned 3 output\(s\), ParameterParallel has 2 output_layouts"):
+    with pytest.raises(ValueError, match=r"returned 3 output\(s\), but ParameterParallel has 2 output_layouts"):
         adapter.call(probe, x, x, x)
     with pytest.raises(TypeError, match="names of parameters, got 3"):
         ParameterParallel({3: Shard(0)})
