@@ -142,6 +142,6 @@ def _need_mindspore(asked: str, does: str, instead: str) -> None:
     platform = get_platform()
     if platform.name != "mindspore":
         raise PlatformError(
-            f"hyper_parallel.mindspore.{asked} {does} on MindSpore, and the platform of this process is "
+            f"hyper_parallel.mindspore.{asked} {does} on MindSpore, but the platform of this process is "
             f"{platform.name!r}. Set HYPER_PARALLEL_PLATFORM=mindspore before the program starts; on torch, {instead}"
         )

@@ -26,7 +26,8 @@ def refuse_namesake(paths: Iterable[str] | None = None) -> None:
         folder = os.path.join(path or os.curdir, "hyper_parallel")
         if any(os.path.isdir(os.path.join(folder, name)) for name in _OF_THE_OTHER):
             raise ImportError(
-                f"{folder} holds files of mindspore-ai/hyper-parallel, another package with the name hyper_parallel: "
-                "it is uncertain which of the two is imported. Use an environment for each; if both were installed "
-                "into one, pip uninstall hyper-parallel, delete that folder, and install one"
+                f"{folder} holds files of mindspore-ai/hyper-parallel, another package with the import name "
+                "hyper_parallel. Python may import either of the two. Use a separate environment for each package. To "
+                "repair this environment, run pip uninstall hyper-parallel, delete that folder, and install one of "
+                "the two"
             )

@@ -72,7 +72,7 @@ def _conversions(asked: str) -> Any:
     platform = get_platform()
     if not platform.name.startswith("torch-"):
         raise PlatformError(
-            f"hyper_parallel.torch.{asked} is about torch's own DTensors, and the platform of this process is "
+            f"hyper_parallel.torch.{asked} works with torch's own DTensors, but the platform of this process is "
             f"{platform.name!r}. Set HYPER_PARALLEL_PLATFORM=torch-cpu (or torch-cuda, torch-npu) before the program "
             "starts"
         )

@@ -90,8 +90,8 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
     if len(newest) > 1:
         listed = ", ".join(f"{path.name!r} of run {name!r}" for name, path in newest.items())
         raise ValueError(
-            f"{printable(directory)} holds checkpoints of {len(newest)} runs, the newest of each: {listed}. Say which, "
-            "latest(directory, run=...), or load one of them by its path, and use a directory for each run"
+            f"{printable(directory)} holds checkpoints of {len(newest)} runs, the newest of each: {listed}. Name the "
+            "run, latest(directory, run=...), or load a checkpoint by its path. Save each run into its own directory"
         )
     return next(iter(newest.values()), None)
 
@@ -104,7 +104,9 @@ def locate(path: Path) -> Path:
         CheckpointError: for the remains of an interrupted save.
     """
     if path.name.startswith(".") and path.name.endswith(DRAFT):
-        raise CheckpointError(f"{path} is the rest of a save that was interrupted: it is no checkpoint")
+        raise CheckpointError(
+            f"{path} is the draft of an interrupted save, and not a checkpoint: load a checkpoint that was completed"
+        )
     if not os.path.exists(path):  # also where the system takes no such name
         for beside in hidden_in(path.parent, _REPLACED, name=path.name):
             return beside.path
@@ -202,8 +204,9 @@ class Draft:
         except CheckpointError:
             who = "another program"
         return CheckpointError(
-            f"{self.path} was not saved: {who} has put something under that name or removed it while this checkpoint "
-            f"was written.{self._others()} Let one program at a time save there, or give each a directory of its own"
+            f"{self.path} was not saved: {who} created or removed this path while the checkpoint was being "
+            f"written.{self._others()} Let one program at a time save there, or use a different directory for each "
+            "program"
         )
 
     def _others(self) -> str:

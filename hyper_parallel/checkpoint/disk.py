@@ -243,7 +243,7 @@ def open_file(path: Path) -> int:
     if not stat.S_ISREG(kind):
         os.close(opened)
         code = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
-        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "it is no regular file")
+        raise OSError(code, os.strerror(code) if stat.S_ISDIR(kind) else "it is not a regular file")
     return opened
 
 
@@ -264,7 +264,9 @@ def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -
         while memory:
             count = os.preadv(file, [memory[:BLOCK]], start)
             if not count:
-                raise CheckpointError(f"{path} has become shorter while it was read: it ends in entry {entry!r}")
+                raise CheckpointError(
+                    f"{path} became shorter while it was being read: it now ends inside entry {entry!r}"
+                )
             memory, start = memory[count:], start + count
     except OSError as error:
         raise _unreadable(path, entry, error) from error

@@ -164,25 +164,29 @@ def load(
 def _path(checkpoint_id: Any, **others: Any) -> str:
     if given := [name for name, value in others.items() if value is not None]:
         raise ValueError(
-            f"{', '.join(given)}: checkpoints of hyper_parallel are directories in one format; torch's own storage and "
-            "planners go with torch.distributed.checkpoint, which takes its DTensors too"
+            f"{', '.join(given)}: checkpoints of hyper_parallel are directories in one format; torch's storage and "
+            "planner classes work with torch.distributed.checkpoint alone, which saves these DTensors too"
         )
     if checkpoint_id is None:
-        raise ValueError("checkpoint_id=... is the path of the checkpoint, and needed")
+        raise ValueError("checkpoint_id is missing: pass the path of the checkpoint")
     return os.fspath(checkpoint_id)
 
 
 def _only(what: str, **taken: tuple[Any, Any]) -> None:
     for name, (value, known) in taken.items():
         if value != known:
-            raise ValueError(f"{what}({name}={value!r}) is not taken, only {known!r}: see its documentation")
+            raise ValueError(
+                f"{what}({name}={value!r}) is not supported: {known!r} alone can be passed. See the documentation of "
+                f"{what}"
+            )
 
 
 def _mesh(process_group: Any) -> DeviceMesh | None:
     if process_group is None or isinstance(process_group, DeviceMesh):
         return process_group
     raise ValueError(
-        f"process_group is a {type(process_group).__name__}: give the mesh of its ranks, or None for all of the world"
+        f"process_group is a {type(process_group).__name__}: pass a DeviceMesh of the ranks of the group, or None for "
+        "all ranks"
     )
 
 

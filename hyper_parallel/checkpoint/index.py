@@ -171,24 +171,26 @@ def _missing(directory: Path) -> str:
         return f"{directory} is a file: a checkpoint of hyper_parallel is a directory"
     if any((directory / name).exists() for name in (".metadata", "model.safetensors.index.json", "model.safetensors")):
         return (
-            f"{directory} has no {INDEX}: it is a checkpoint of another kind. Load checkpoints of "
-            "torch.distributed.checkpoint with that"
+            f"{directory} has no {INDEX}: it is a checkpoint in another format. Load checkpoints of "
+            "torch.distributed.checkpoint with torch.distributed.checkpoint"
         )
     inside = sorted(p.parent.name for p in directory.glob(f"*/{INDEX}"))
     if inside:
         return (
-            f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: give one of them, or the result "
-            "of latest() of the directory"
+            f"{directory} holds {len(inside)} checkpoint(s), such as {inside[-1]}: pass the path of one checkpoint, "
+            "such as the result of latest(directory)"
         )
-    return f"{directory} has no {INDEX}: it is no checkpoint, or one that was never completed"
+    return f"{directory} has no {INDEX}: it is not a checkpoint, or its save was never completed"
 
 
 def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     files = dict(content["files"])
     if wrong := [name for name, size in files.items() if type(size) is not int or not 0 <= size <= _LARGEST]:
-        raise ValueError(f"file {str(wrong[0])[:100]!r} has the impossible size {files[wrong[0]]!r}")
+        raise ValueError(f"file {str(wrong[0])[:100]!r} has the invalid size {files[wrong[0]]!r}")
     if wrong_names := [name for name in files if _FILE.fullmatch(name) is None]:
-        raise ValueError(f"a file lies outside of the checkpoint, or has a name that no save gives: {wrong_names[0]!r}")
+        raise ValueError(
+            f"{wrong_names[0]!r} is outside of the checkpoint, or is not the name of a file of a checkpoint"
+        )
     names = [*files]
     tensors = {}
     for name, x in content["tensors"].items():
@@ -205,13 +207,13 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
     check(content["values"])
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
-        raise ValueError(f"the checksums are not a dict with a dict for each file: {str(sums)[:100]}")
+        raise ValueError(f"the checksums are not a dict of dicts, one for each file: {str(sums)[:100]}")
     time = content["time"]
     if type(time) is not int or not 0 <= time <= LATEST:
         raise ValueError(f"it was saved at {time!r}")
     run, writer = content["run"], content.get("writer")
     if not isinstance(run, str) or _RUN.fullmatch(run) is None:
-        raise ValueError(f"{str(run)[:100]!r} identifies no run")
+        raise ValueError(f"{str(run)[:100]!r} is not the identifier of a run")
     return Index(
         run,
         time,
@@ -236,8 +238,8 @@ def _check_parts(name: str, x: StoredTensor) -> None:
         fits = len(part.offsets) == len(part.sizes) == len(x.shape)
         if not fits or any(o + n > size for o, n, size in zip(part.offsets, part.sizes, x.shape, strict=True)):
             raise ValueError(
-                f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at {part.offsets}, which does "
-                "not fit into it"
+                f"tensor {name!r} of shape {x.shape} has a part of sizes {part.sizes} at offsets {part.offsets}: the "
+                "part exceeds the tensor"
             )
     held, whole = sum(math.prod(part.sizes) for part in x.parts), math.prod(x.shape)
     if held != whole:

@@ -83,7 +83,7 @@ def prepare(
         ValueError, TypeError, CheckpointError: as `save` raises. Incomplete files are removed.
     """
     if keep is not None and (type(keep) is not int or keep < 1):
-        raise ValueError(f"save(keep=...) takes how many checkpoints to keep, 1 or more, got {keep!r}")
+        raise ValueError(f"save(keep=...) takes a number of checkpoints, at least 1, got {keep!r}")
     path = Path(os.path.abspath(path))
     what, is_first = f"saving {path}", ranks.rank == ranks.members[0]
     found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
@@ -134,7 +134,7 @@ def _check_name(path: Path) -> None:
     if len(os.fsencode(path.name)) > LONGEST:
         raise ValueError(
             f"a checkpoint cannot be called {path.name[:40]!r}...: its name has {len(os.fsencode(path.name))} bytes, "
-            f"and drafts next to it have longer ones. Choose a name of at most {LONGEST} bytes"
+            f"and the drafts of a save have longer names. Choose a name of at most {LONGEST} bytes"
         )
 
 
@@ -143,10 +143,10 @@ def _check_place(path: Path, overwrite: bool) -> None:
     if not path.exists():
         return
     if not overwrite:
-        raise ValueError(f"{printable(path)} is there already: choose another path, or save with overwrite=True")
+        raise ValueError(f"{printable(path)} exists already: choose another path, or save with overwrite=True")
     if not path.is_dir() or (any(path.iterdir()) and not (path / INDEX).exists()):
         raise ValueError(
-            f"{printable(path)} is there already, and no checkpoint that could be overwritten: choose another path"
+            f"{printable(path)} exists already and is not a checkpoint, so it is not overwritten: choose another path"
         )
 
 
@@ -166,7 +166,10 @@ def _facts(flat: Flat, platform: Platform) -> dict[str, str]:
     for name, x in flat.tensors.items():
         layout = layout_of(x)
         if platform.is_meta(x):
-            raise ValueError(f"{name!r} has no values: it is on the meta device. Make them first, with to_empty()")
+            raise ValueError(
+                f"{name!r} is on the meta device and has no values: call to_empty() on the module and initialise its "
+                "values first"
+            )
         dtype = _dtype(x, platform)
         facts[name] = f"{dtype} of shape {tuple(x.shape)}, {_place(layout)}"
         if layout is None and 0 < math.prod(x.shape) * _itemsize(x, platform) <= COMPARED_UP_TO:
@@ -201,15 +204,15 @@ def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
             mine, other = first.get(name), facts.get(name)
             if mine != other:
                 return ValueError(
-                    f"ranks {ranks.members[0]} and {rank} do not save the same: {name} is {_short(mine)} on the one, "
-                    f"{_short(other)} on the other. Save values that are equal on all ranks, DTensors, and objects "
-                    "with `per_rank`, such as RandomState()"
+                    f"ranks {ranks.members[0]} and {rank} save different states: {name} is {_short(mine)} on rank "
+                    f"{ranks.members[0]}, {_short(other)} on rank {rank}. Save values that are equal on all ranks, "
+                    "DTensors, or objects with `per_rank`, such as RandomState()"
                 )
     rank, names = next((r, [*facts]) for r, facts in zip(ranks.members, all_facts, strict=True) if [*facts] != [*first])
     mine, other = next((x, y) for x, y in zip(first, names, strict=True) if x != y)
     return ValueError(
-        f"ranks {ranks.members[0]} and {rank} save the same in another order: {mine} comes first on the one, {other} "
-        "on the other. Put all keys into the state in one order"
+        f"ranks {ranks.members[0]} and {rank} save the same keys in different orders: {mine} comes first on rank "
+        f"{ranks.members[0]}, {other} on rank {rank}. Add the keys to the state in the same order on all ranks"
     )
 
 
@@ -223,8 +226,8 @@ def _dtype(x: Any, platform: Platform) -> str:
     name = next((name for name, dtype in platform.dtypes.items() if dtype == x.dtype), None)
     if name not in ITEMSIZES:
         raise TypeError(
-            f"a tensor of {x.dtype} cannot be saved: the format of safetensors has no such dtype. Save another view of "
-            "its data, such as real and imaginary part"
+            f"a tensor of {x.dtype} cannot be saved: the safetensors format does not have this dtype. Save views of "
+            "the data in other dtypes, such as the real and the imaginary part"
         )
     return name
 
@@ -312,7 +315,8 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
         directories.remove_old(path, run, keep)
     except OSError as error:  # the new checkpoint is complete, so only warn
         warnings.warn(
-            f"{printable(path)} is saved, and an older checkpoint could not be removed: {error}. Remove it by hand",
+            f"{printable(path)} is saved, but an older checkpoint could not be removed: {error}. Remove the older "
+            "checkpoint by hand",
             stacklevel=2,
         )
 

@@ -142,7 +142,7 @@ def compare_sums(
         files.compare((index.tensors[name] for name in wanted), *share)
 
     if verify and not all(part.file in index.checksums for x in index.tensors.values() for part in x.parts):
-        raise ValueError(f"{what}: it was saved without checksums. Load it without verify, or save with checksums=True")
+        raise ValueError(f"{what} was saved without checksums: load it without verify, or save it with checksums=True")
     if verify is not False and index.checksums:
         together(ranks, what, compare)
 
@@ -167,8 +167,8 @@ class Files:
             if file.kind(part.entry) != (tensor.dtype, part.sizes):
                 dtype, shape = file.kind(part.entry)
                 raise CheckpointError(
-                    f"{file.path} has {part.entry!r} of {dtype} and shape {shape}, the index says {tensor.dtype} and "
-                    f"{part.sizes}: the files are of different checkpoints"
+                    f"{file.path}: entry {part.entry!r} has dtype {dtype} and shape {shape}, but the index has "
+                    f"{tensor.dtype} and {part.sizes}. The file and the index belong to different checkpoints"
                 )
 
     def compare(self, tensors: Iterable[StoredTensor], rank: int = 0, size: int = 1) -> None:

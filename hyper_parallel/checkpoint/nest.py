@@ -37,8 +37,8 @@ def check_depth(state: Any) -> None:
         x, depth = left.pop()
         if depth > DEEPEST:
             raise ValueError(
-                f"the state is nested more than {DEEPEST} deep, or a container in it has itself: put the deep part "
-                "into one dict, by names"
+                f"the state is nested more than {DEEPEST} levels deep, or contains itself: flatten the deep part into "
+                "one dict"
             )
         if isinstance(x, (Mapping, list, tuple)):
             left += [(value, depth + 1) for value in (x.values() if isinstance(x, Mapping) else x)]
@@ -73,9 +73,9 @@ class Kinds:
         if callable(getattr(x, "state_dict", None)) and callable(getattr(x, "load_state_dict", None)):
             return "object"
         raise TypeError(
-            f"{path or 'the state'} is a {type(x).__name__}. A checkpoint takes modules, optimizers, tensors, numbers, "
-            "strings, bytes, None, NumPy's arrays, dicts, lists and tuples of these, and objects with state_dict() and "
-            "load_state_dict()"
+            f"{path or 'the state'} is a {type(x).__name__}. A checkpoint takes modules, optimizers, tensors, "
+            "numbers, strings, bytes, None, NumPy arrays, dicts, lists and tuples of such values, and objects with "
+            "state_dict() and load_state_dict()"
         )
 
     def check_tensor(self, x: Any, path: str) -> None:
@@ -108,8 +108,8 @@ class Kinds:
             for below, submodule in self.platform.named_modules(module):
                 if shows_whole_parameters(submodule):
                     raise ValueError(
-                        f"module {joined(path, below)!r} holds whole parameters in place of its shards: do not save or "
-                        "load inside of a forward"
+                        f"module {joined(path, below)!r} has unsharded parameters at present: do not save or load "
+                        "during a forward"
                     )
             for name, x in self.platform.saved_tensors(module):
                 names.setdefault(id(x), joined(path, name))
@@ -141,7 +141,7 @@ class Flat:
         """
         first = self._names.setdefault(id(x), name)
         if name in self.tensors and self.tensors[name] is not x:
-            raise ValueError(f"two tensors of the state would be called {name!r}: choose other keys")
+            raise ValueError(f"two tensors of the state have the same path {name!r}: choose other keys")
         if first != name:
             self.aliases[name] = first
             return
@@ -168,7 +168,7 @@ def flatten(state: Any, platform: Platform) -> Flat:
         if kind == "value":
             return encode(x)
         if alone and kind in ("tensor", "module", "optimizer", "object"):
-            raise TypeError(f"{path}, which each rank has for itself ({alone}), takes values alone: it is a {kind}")
+            raise TypeError(f"{path} is a {kind}, but the per-rank state of {alone} may only contain plain values")
         if kind == "tensor":
             flat.add(path, x)
             return {KIND: "tensor", "name": path}

@@ -151,8 +151,8 @@ class NewWeights:
         with disk.alone_in(self._directory) as alone:
             if not alone:
                 raise CheckpointError(
-                    f"{self._directory} was not saved: another program is renaming its files there, and takes too "
-                    f"long.{self._others()} Wait until it ends, or end it, and save again"
+                    f"{self._directory} was not saved: another program has been renaming files in this directory for "
+                    f"too long.{self._others()} Wait until that program ends, or end it, and save again"
                 )
             sizes = {self._hidden(name).name: size for name, size in self._sizes.items()}
             writers.check_whole(self._directory, self._directory, sizes, self._others)

@@ -18,8 +18,8 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
     groups = saved["groups"]
     if [len(group) for group in now.parameters] != [len(group["parameters"]) for group in groups]:
         filling.wrong(
-            f"{path} has groups of {[len(group) for group in now.parameters]} parameters, the checkpoint of "
-            f"{[len(group['parameters']) for group in groups]}"
+            f"{path} has parameter groups of sizes {[len(group) for group in now.parameters]}, and the checkpoint has "
+            f"groups of sizes {[len(group['parameters']) for group in groups]}"
         )
         return
     moments: dict[str, list[str]] = {}
@@ -56,7 +56,9 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
                     new[moment] = _first_moment(filling, p, stored or here, here)
                 else:
                     filling.asked(stored or here)
-                    filling.wrong(f"{here} is in the checkpoint, and {type(optimizer).__name__} has no such state")
+                    filling.wrong(
+                        f"the checkpoint has the state {here}, which {type(optimizer).__name__} does not have"
+                    )
             for moment, value in row.items():
                 if moment not in new and platform.is_tensor(value):
                     filling.lacks(joined(path, f"{name}.{moment}"))
@@ -76,8 +78,8 @@ def _first_moment(filling: Any, p: Any, stored: str, name: str) -> Any:
         return filling.new_tensor(stored, layout, p)
     if layout is not None and len(shape):
         filling.wrong(
-            f"{name} has shape {shape}, its parameter {tuple(layout.shape)}, so that its placement is not known before "
-            "the first step: let the optimizer step once before loading"
+            f"{name} has shape {shape}, and its parameter has shape {tuple(layout.shape)}: the placement of this "
+            "state is unknown before the first step. Let the optimizer take one step before loading"
         )
         return None
     return filling.new_tensor(stored, None, p)

@@ -70,8 +70,8 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
             holders = known[x.layout]
             if not all(ranks for _, ranks in holders):
                 raise ValueError(
-                    f"{x.name!r} lies on {x.layout.mesh}, and none of the ranks that save, {list(members)}, has some "
-                    "of its parts: let all ranks of its mesh save"
+                    f"some parts of {x.name!r}, on {x.layout.mesh}, are held by none of the saving ranks "
+                    f"{list(members)}: let all ranks of the mesh save"
                 )
         found[x.name] = [writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)]
     return found

@@ -160,7 +160,9 @@ def _read_names(path: Path, rename: Callable[[str], str | None] | None) -> tuple
             if called is None:
                 continue
             if called in of_name:
-                raise ValueError(f"two tensors of {path} would be called {called!r}: {of_name[called]!r} and {entry!r}")
+                raise ValueError(
+                    f"two tensors of {path} get the same name {called!r}: {of_name[called]!r} and {entry!r}"
+                )
             of_name[called] = entry
             dtype, shape = file.kind(entry)
             index.tensors[called] = StoredTensor(dtype, shape, "plain", (Part((0,) * len(shape), shape, name, entry),))
@@ -186,9 +188,11 @@ def _open_files(path: Path) -> tuple[Path, dict[str, TensorFile]]:
             if failure is not None:
                 raise failure
             if len({file.save for file in files.values()}) > 1:
-                raise CheckpointError(f"the files of {path} are of different saves: {', '.join(files)}")
+                raise CheckpointError(f"the files of {path} come from different saves: {', '.join(files)}")
             return directory, files
-    raise CheckpointError(f"{path} was replaced {_TRIES} times while it was opened: load it when the saves have ended")
+    raise CheckpointError(
+        f"{path} was replaced {_TRIES} times while it was being opened: load it after the saves have ended"
+    )
 
 
 def _files_of(path: Path) -> tuple[Path, list[str]]:
@@ -201,14 +205,22 @@ def _files_of(path: Path) -> tuple[Path, list[str]]:
         there = sorted(p.name for p in path.glob("*")) if path.is_dir() else None
         raise CheckpointError(
             f"{path} has neither {WEIGHTS} nor {INDEX}"
-            + (": there is nothing of that name" if there is None else f", it has {there[:8]}: give the file itself")
+            + (
+                ": the path does not exist"
+                if there is None
+                else f". The folder contains {there[:8]}: pass the path of the file"
+            )
         )
     names = sorted(read_weight_index(index)[1])
     for name in names:
         if Path(name).name != name:
-            raise CheckpointError(f"{index} is damaged: {name!r} lies outside of its directory")
+            raise CheckpointError(
+                f"{index} is damaged: it names {name!r}, which is outside of the directory of the index"
+            )
         if not (index.parent / name).is_file():
-            raise CheckpointError(f"{index} names {name!r}, which is not there: copy the missing file there")
+            raise CheckpointError(
+                f"{index} names the file {name!r}, which does not exist: copy this file into the directory of the index"
+            )
     return index.parent, names
 
 
@@ -300,7 +312,7 @@ def _bytes(size: int | str) -> int:
         return size
     found = re.fullmatch(r"([0-9]+) ?([KMG]I?B)", size.upper())
     if found is None:
-        raise ValueError(f"max_shard_size is a number of bytes, or such as '5GB', got {size!r}")
+        raise ValueError(f"max_shard_size takes a number of bytes or a text such as '5GB', got {size!r}")
     return int(found[1]) * _UNITS[found[2]]
 
 

@@ -70,16 +70,17 @@ class RandomState:
         np.random.set_state(state["numpy"])
         if state["platform"] != platform.name:
             warnings.warn(
-                f"the checkpoint has the state of a generator of {state['platform']}, which {platform.name} cannot go "
-                "on with: its random numbers go on from where they are",
+                f"the checkpoint has the state of a {state['platform']} generator, which {platform.name} cannot "
+                "load: the present generator is left unchanged",
                 stacklevel=2,
             )
             return
         if state.get("by_counter", False) is not counter.is_requested():
             warnings.warn(
-                "the checkpoint was saved where random numbers were drawn as parallel_rng="
-                f"{'counter' if state.get('by_counter') else 'single_device'!r} says, and this program draws them "
-                "otherwise, so that they will be others: call manual_seed(..., parallel_rng=...) with the same before",
+                "the checkpoint was saved with "
+                f"parallel_rng={'counter' if state.get('by_counter') else 'single_device'!r}, and this program uses "
+                "the other setting: random numbers will differ. Call manual_seed(..., parallel_rng=...) with the "
+                "setting of the checkpoint before loading",
                 stacklevel=2,
             )
         for generator, put in ((device, platform.set_rng_state), (host, platform.set_host_rng_state)):
@@ -108,11 +109,11 @@ class RandomState:
             keep_states(members)
         if not goes_on and rank == 0:
             warnings.warn(
-                f"random numbers will be others than if the program had gone on: {len(states)} ranks in "
-                f"{len(set(groups_saved(states)))} groups that draw the same numbers have saved the states of their "
-                f"generators, and {world_size} load, in {len(set(now))}. The ranks of a plan of parallelize_module "
-                "draw the same numbers. Where each data-parallel rank is to draw numbers of its own, call "
-                "manual_seed(seed + mesh['dp'].get_local_rank(), mesh['tp']) after the load",
+                f"random numbers will differ from those of an uninterrupted run: {len(states)} ranks saved the "
+                f"states of their generators, in {len(set(groups_saved(states)))} groups with equal numbers. Now "
+                f"{world_size} ranks load, in {len(set(now))} groups. The ranks of a plan of parallelize_module draw "
+                "equal numbers. If data-parallel ranks must draw different numbers, call manual_seed(seed + "
+                "mesh['dp'].get_local_rank(), mesh['tp']) after the load",
                 stacklevel=2,
             )
 

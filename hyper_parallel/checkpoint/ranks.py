@@ -112,7 +112,7 @@ class ThroughFiles:
             hidden.rename(mine)  # other ranks find the complete file, or none
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"the other ranks have given up an asynchronous save: rank {self.rank} was silent for too long"
+                f"the other ranks have abandoned an asynchronous save, because rank {self.rank} did not respond in time"
             ) from error
         except OSError as error:
             self._lost = True  # others wait for a file that cannot be written
@@ -127,8 +127,8 @@ class ThroughFiles:
                 if time.monotonic() - began > self._limit:
                     self._lost = True
                     raise CheckpointError(
-                        f"rank {rank} has not come to the next step of an asynchronous save within {self._limit:g} "
-                        "seconds: it was lost, or does not see the directory of the checkpoint"
+                        f"rank {rank} did not reach the next step of an asynchronous save within {self._limit:g} "
+                        "seconds: the rank has ended, or it cannot read the directory of the checkpoint"
                     ) from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.2)

@@ -66,7 +66,7 @@ class StatefulDistributedSampler:
         mesh: DeviceMesh | None = None,
     ) -> None:
         if (num_replicas is None) != (rank is None) or (mesh is not None and rank is not None):
-            raise ValueError("a sampler takes num_replicas and rank together, or mesh, or none of them")
+            raise ValueError("a sampler takes either num_replicas and rank, or mesh, or none of the three")
         if num_replicas is None or rank is None:
             ranks = all_ranks(get_platform(), mesh)
             num_replicas, rank = len(ranks.members), ranks.members.index(ranks.rank)
@@ -108,7 +108,7 @@ class StatefulDistributedSampler:
             count: number of samples of this rank since the iteration started.
         """
         if not 0 <= count <= self._drawn:
-            raise ValueError(f"{count} samples cannot have been used: {self._drawn} were drawn in this iteration")
+            raise ValueError(f"{count} samples cannot have been used: this iteration has drawn {self._drawn} samples")
         self._used = count
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class StatefulDistributedSampler:
         """
         if state["size"] != self.size:
             raise ValueError(
-                f"the saved order of the data is for {state['size']} samples, and this data set has {self.size}: load "
-                "without the sampler, and begin a new epoch"
+                f"the saved order is for {state['size']} samples, and this data set has {self.size} samples: leave "
+                "the sampler out of the state to load, and begin a new epoch"
             )
         self.epoch, self.seed, self.shuffle = state["epoch"], state["seed"], state["shuffle"]
         self._start, self._drawn, self._used = state["position"], 0, None

@@ -107,7 +107,10 @@ class AsyncSave:
         """
         self._thread.join(timeout)
         if self._thread.is_alive():
-            raise TimeoutError(f"{self._path} is still being written after {timeout:g} seconds")
+            raise TimeoutError(
+                f"{self._path} is still being written after {timeout:g} seconds: call result() again, or with a "
+                "longer timeout"
+            )
         self._told = True
         if self._failure is not None:
             raise self._failure
@@ -192,6 +195,7 @@ def _at_exit() -> None:
         wait_for_saves()
     except Exception as error:
         warnings.warn(
-            f"an asynchronous save has failed: {error}. Ask for its result() before the program ends: that raises",
+            f"an asynchronous save has failed: {error}. Call its result() before the program ends: result() raises "
+            "the error",
             stacklevel=1,
         )

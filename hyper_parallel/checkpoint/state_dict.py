@@ -241,11 +241,14 @@ def set_optimizer_state_dict(
     source = Source(flat, options, platform)
     lacking = [name for name in called if name not in of_name]
     if lacking:
-        raise ValueError(f"the state dict of the optimizer has nothing of {lacking}, it has {sorted(of_name)}")
+        raise ValueError(
+            f"the state dict of the optimizer has no entry for {lacking}: its entries are {sorted(of_name)}"
+        )
     if options.strict and (lacking := _lacking(found, names, source, platform)):
         raise ValueError(
-            f"the state dict of the optimizer lacks {lacking}, which this one has: it is of one that had not stepped, "
-            "or of another kind. Take a new optimizer, or strict=False, which leaves them as they are"
+            f"the state dict of the optimizer lacks {lacking}, which this optimizer has: the saved optimizer had not "
+            "taken a step, or was of another class. Make a new optimizer, or pass strict=False, which leaves the "
+            "missing states unchanged"
         )
     filled: set[str] = set()
     for (optimizer, now), its_names in zip(found, names, strict=True):
@@ -298,7 +301,7 @@ def set_state_dict(
 
 def _asked(submodules: Any, options: StateDictOptions | None) -> tuple[Platform, StateDictOptions]:
     if submodules is not None:
-        raise ValueError("submodules=... is not taken: ask for the state dict of the submodule itself")
+        raise ValueError("submodules=... is not supported: call the function with the submodule as the model")
     return get_platform(), options or StateDictOptions()
 
 
@@ -307,7 +310,7 @@ def _each(optimizers: Any, platform: Platform) -> list[Any]:
         return [optimizers]
     found = [*optimizers] if isinstance(optimizers, Iterable) else [optimizers]
     if wrong := [type(x).__name__ for x in found if not platform.is_optimizer(x)]:
-        raise TypeError(f"optimizers are those of the framework, got {', '.join(wrong)}")
+        raise TypeError(f"optimizers must be optimizers of the framework, got {', '.join(wrong)}")
     return found
 
 
@@ -385,5 +388,8 @@ def _names(model: Any, state: OptimizerState, platform: Platform) -> list[list[s
         names.setdefault(id(x), name)
     lost = [i for i, p in enumerate(p for group in state.parameters for p in group) if id(p) not in names]
     if lost:
-        raise ValueError(f"parameters {lost} of the optimizer (numbered over its groups) do not belong to the model")
+        raise ValueError(
+            f"the optimizer's parameters {lost} (numbered across its groups) do not belong to the model: pass the "
+            "model whose parameters the optimizer has"
+        )
     return [[names[id(p)] for p in group] for group in state.parameters]

@@ -50,10 +50,14 @@ class StateDictOptions:
 
     def __post_init__(self) -> None:
         if not self.keep_submodule_prefixes:
-            raise ValueError("keep_submodule_prefixes=False goes with submodules: take the state dict of a submodule")
+            raise ValueError(
+                "keep_submodule_prefixes=False is only meaningful with submodules, which is not supported: call the "
+                "function with the submodule as the model"
+            )
         if self.dsd_fqn_modifiers != "_fqn_modifiers":
             raise ValueError(
-                f"dsd_fqn_modifiers={self.dsd_fqn_modifiers!r} is not taken: rename the keys of the state dict instead"
+                f"dsd_fqn_modifiers={self.dsd_fqn_modifiers!r} is not supported: rename the keys of the state dict "
+                "instead"
             )
 
 
@@ -92,7 +96,9 @@ class Source:
 
     def __init__(self, state: Mapping[str, Any], options: StateDictOptions, platform: Platform) -> None:
         if options.broadcast_from_rank0 and not options.full_state_dict:
-            raise ValueError("broadcast_from_rank0=True takes whole tensors: set full_state_dict=True too")
+            raise ValueError(
+                "broadcast_from_rank0=True needs a state dict of unsharded tensors: set full_state_dict=True too"
+            )
         self._state, self._platform = state, platform
         self._ranks = all_ranks(platform, None)
         self._broadcasts = options.broadcast_from_rank0 and len(self._ranks.members) > 1

@@ -139,7 +139,10 @@ class Filling:
                 parts = [self._visit(v, s, joined(path, str(i))) for i, (v, s) in enumerate(zip(x, items, strict=True))]
                 return parts if kind == "list" else tuple(parts)
         if kind in ("dict", "list", "tuple") and (inner := self._to_be_filled(x, path)):
-            self._wrong.append(f"{inner} is to be filled, and the checkpoint has something else at {path or 'the top'}")
+            self._wrong.append(
+                f"{inner} of the state cannot be filled: the checkpoint has a value of another kind at "
+                f"{path or 'the top'}"
+            )
             return x
         return self._value(saved, path)
 
@@ -171,7 +174,7 @@ class Filling:
                 return decode(x["state"], special)
             if x[KIND] == "ranks":
                 return self._own(x)
-            raise _MisfitError(f"a {x[KIND]} was saved here, and the state has a value in its place")
+            raise _MisfitError(f"the checkpoint has a {x[KIND]} here, and the state has a plain value")
 
         try:
             return decode(saved, special)
@@ -182,7 +185,7 @@ class Filling:
     def _is(self, saved: Any, kind: str, path: str) -> bool:
         if isinstance(saved, dict) and saved.get(KIND) == kind:
             return True
-        self._wrong.append(f"{path}: the state has a {kind} there, the checkpoint something else")
+        self._wrong.append(f"{path}: the state has a {kind}, and the checkpoint has a value of another kind")
         return False
 
     def _object(self, x: Any, saved: Any, path: str) -> None:
@@ -195,8 +198,8 @@ class Filling:
                     self.at_end(lambda: x.load_state_dict(states[self._rank]))
                 else:
                     self._wrong.append(
-                        f"{path}: each of {len(states)} ranks has saved its own, and {self._world_size} load: give "
-                        f"{type(x).__name__} a method load_state_of_ranks(states, rank, world_size)"
+                        f"{path}: {len(states)} ranks saved a state each, and {self._world_size} ranks load: define "
+                        f"{type(x).__name__}.load_state_of_ranks(states, rank, world_size)"
                     )
         elif self._is(saved, "object", path):
             state = self._visit_object(x.state_dict(), saved["state"], path)
@@ -230,13 +233,11 @@ class Filling:
             self._missing.extend(names)
         elif len(stored) > 1 and self._strict:
             self._wrong.append(
-                f"{' and '.join(map(repr, names))} are one tensor here, and {len(stored)} in the checkpoint: untie "
-                "them, or load with strict=False, which takes the first"
+                f"{' and '.join(map(repr, names))} are one tied tensor in the state, and {len(stored)} tensors in the "
+                "checkpoint: untie them, or pass strict=False, which loads the first"
             )
         elif self.platform.is_meta(x) and not self.takes_meta:
-            self._wrong.append(
-                f"{names[0]} has no values to be replaced: it is on the meta device. Call to_empty() first"
-            )
+            self._wrong.append(f"{names[0]} is on the meta device and has no memory: call to_empty() before loading")
         else:
             self.fill(x, stored[0], names[0])
 
@@ -248,14 +249,20 @@ class Filling:
         singleton = self.singleton(x if parameter is None else parameter, shape, there)
         layout = layout_of(x)
         if layout is not None and any(p.is_partial() for p in layout.placements):
-            self._wrong.append(f"{name} is placed {list(layout.placements)}: a sum over ranks cannot be filled")
+            self._wrong.append(
+                f"{name} is placed {list(layout.placements)}: a Partial() tensor cannot be loaded into. Redistribute "
+                "it to Replicate() or Shard(dim) first"
+            )
         elif there.shape != shape and singleton is None:
-            self._wrong.append(f"{name} has shape {shape} here, {there.shape} in the checkpoint")
+            self._wrong.append(f"{name} has shape {shape} in the state and {there.shape} in the checkpoint")
         elif there.dtype not in self.platform.dtypes:
-            self._wrong.append(f"{name} is of {there.dtype}, which {self.platform.name} does not have")
+            self._wrong.append(
+                f"{name} has dtype {there.dtype} in the checkpoint, which {self.platform.name} does not support"
+            )
         elif self.platform.dtypes[there.dtype] != x.dtype and not self._convert:
             self._wrong.append(
-                f"{name} is of {x.dtype} here, {there.dtype} in the checkpoint: load with convert_dtypes=True"
+                f"{name} has dtype {x.dtype} in the state and {there.dtype} in the checkpoint: load with "
+                "convert_dtypes=True"
             )
         else:
             self.targets.append(Target(x, stored, singleton))
@@ -273,10 +280,12 @@ class Filling:
         parameter."""
         found = self.index.find(stored)
         if found is None:
-            raise CheckpointError(f"the index is damaged: it refers to tensor {stored!r}, which it does not list")
+            raise CheckpointError(
+                f"the index is damaged: it refers to tensor {stored!r}, but does not list this tensor"
+            )
         stored, there, platform = found, self.index.tensors[found], self.platform
         if there.dtype not in platform.dtypes:
-            raise _MisfitError(f"tensor {stored!r} is of {there.dtype}, which {platform.name} does not have")
+            raise _MisfitError(f"tensor {stored!r} has dtype {there.dtype}, which {platform.name} does not support")
         if self.check_files is not None:
             self.check_files(there)
         singleton = None if parameter is None else self.singleton(parameter, tuple(parameter.shape), there)

@@ -181,7 +181,9 @@ class TensorFile:
             with _closed_on_failure(self._file) as file:
                 found = file.seek(0, 2)
                 if size is not None and found != size:
-                    raise CheckpointError(f"{path} has {found} bytes instead of {size}: cut off, or another file")
+                    raise CheckpointError(
+                        f"{path} has {found} bytes instead of {size}: the file was truncated or replaced"
+                    )
                 self.size = found
                 file.seek(0)
                 self._entries, self._start, self.checksums, self.save = _read_header(path, file, found)
@@ -334,21 +336,21 @@ def _read_header(
     """
 
     def wrong(what: str) -> CheckpointError:
-        return CheckpointError(f"{path} is damaged, or no file of safetensors: {what}")
+        return CheckpointError(f"{path} is damaged, or is not a safetensors file: {what}")
 
     beginning = file.read(8)
     if len(beginning) < 8:
         raise wrong(f"it has {size} bytes")
     (length,) = struct.unpack("<Q", beginning)
     if length > min(size - 8, _LONGEST_HEADER):
-        raise wrong(f"it has {size} bytes, and its header should have {length}")
+        raise wrong(f"it has {size} bytes, and its header should have {length} bytes")
     try:
         text = disk.read_text(file, length)
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise wrong(f"its header is not JSON ({error})") from error
     if not isinstance(header, dict):
-        raise wrong("its header is not a table")
+        raise wrong("its header is not a JSON object")
     metadata = header.pop("__metadata__", None)
     try:
         sums = sums_in(beginning + text, metadata, [*header])

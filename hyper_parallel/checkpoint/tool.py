@@ -133,12 +133,12 @@ def convert(path: Path, to: str, out: Path, part: str | None = None) -> list[Pat
     place = directories.locate(path)
     index = read_index(place)
     if out.exists():
-        raise ValueError(f"{printable(out)} is there already")
+        raise ValueError(f"{printable(out)} exists already: choose another path")
     if part is None:
         part = _only_module(index, path) if to == "huggingface" else ""
     names = [name for name in index.tensors if not part or name.startswith(f"{part}.")]
     if not names:
-        raise ValueError(f"{printable(path)} has no tensors below {part!r}")
+        raise ValueError(f"{printable(path)} has no tensors under the key {part!r}")
     files = Files(place, index)
     entries = [_entry(name, name[len(part) + 1 :] if part else name, index, files) for name in names]
     if index.checksums:
@@ -164,7 +164,7 @@ def _only_module(index: Index, path: Path) -> str:
     if len(found) != 1:
         listed = ", ".join(map(repr, found)) or "none"
         raise ValueError(
-            f"{printable(path)} has {len(found)} modules ({listed}): name the part to convert, --part NAME"
+            f"{printable(path)} has {len(found)} modules ({listed}): name the part to convert with --part NAME"
         )
     return found[0]
 

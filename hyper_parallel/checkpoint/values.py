@@ -37,7 +37,7 @@ def encode(x: Any) -> Any:
         return {KIND: "scalar", "dtype": x.dtype.str, "data": _text(x.tobytes())}
     if isinstance(x, np.ndarray):
         if x.dtype.hasobject:
-            raise TypeError("an array of Python objects is no value that a checkpoint takes")
+            raise TypeError("an array of Python objects cannot be saved in a checkpoint: use an array of numbers")
         return {KIND: "array", "dtype": x.dtype.str, "shape": [*x.shape], "data": _text(x.tobytes())}
     if isinstance(x, (bytes, bytearray)):
         return {KIND: "bytes", "data": _text(x)}
@@ -117,11 +117,11 @@ def check(x: Any) -> None:
         if keys is None:
             raise ValueError(f"a value is of the unknown kind {str(x[KIND])[:100]!r}")
         if any(not isinstance(x.get(key), types) for key, types in keys.items()):
-            raise ValueError(f"a value lacks an entry, or has one of another type: {str(x)[:100]}")
+            raise ValueError(f"a value lacks an entry, or an entry has the wrong type: {str(x)[:100]}")
         if x[KIND] == "dict" and any(not isinstance(pair, list) or len(pair) != 2 for pair in x["items"]):
-            raise ValueError(f"a dict has items that are no pairs: {str(x)[:100]}")
+            raise ValueError(f"a dict has items that are not pairs: {str(x)[:100]}")
         if x[KIND] == "ranks" and not {*x["of"]} <= {*range(len(x["values"]))}:
-            raise ValueError(f"the own values of some ranks are missing: {str(x['of'])[:100]}")
+            raise ValueError(f"the per-rank values of some ranks are missing: {str(x['of'])[:100]}")
         if x[KIND] == "optimizer":
             for group in x["groups"]:
                 if (
@@ -129,7 +129,7 @@ def check(x: Any) -> None:
                     or not isinstance(group.get("parameters"), list)
                     or "options" not in group
                 ):
-                    raise ValueError(f"a group of an optimizer is {str(group)[:100]}")
+                    raise ValueError(f"a parameter group of an optimizer is invalid: {str(group)[:100]}")
     for value in x.values():
         check(value)
 

@@ -169,8 +169,8 @@ def check_whole(path: Path, directory: Path, sizes: Mapping[str, int], others: C
     wrong = wrong_file(directory, sizes)
     if wrong is not None:
         raise CheckpointError(
-            f"{path} was not saved: {directory / wrong} has been removed or changed while others were "
-            f"written.{others()} Let one program at a time save there, or give each a directory of its own"
+            f"{path} was not saved: {directory / wrong} was removed or changed during the save.{others()} Let one "
+            "program at a time save there, or use a different directory for each program"
         )
 
 

@@ -31,7 +31,8 @@ def run(given: argparse.Namespace) -> int:
     """
     if given.execute and given.model in MODELS:
         raise UsageError(
-            f"--execute: {given.model} has shapes and no values: give package.module:function, or leave it out"
+            f"--execute: {given.model} has shapes but no values. Pass package.module:function as the model, or leave "
+            "--execute out"
         )
     mesh = mesh_of(given.mesh)
     model, plan, inputs = given_by(given, batch_of_a_rank(given.batch, mesh))

@@ -22,7 +22,7 @@ def run(given: argparse.Namespace) -> int:
     for pair in given.name:
         old, equals, new = pair.partition("=")
         if not equals:
-            raise UsageError(f"--name takes PATH=PATH, a path of A and that of B, got {pair!r}")
+            raise UsageError(f"--name takes PATH_IN_A=PATH_IN_B, got {pair!r}")
         names[old] = new
     try:
         found = compare(given.a, given.b, given.reference, names)

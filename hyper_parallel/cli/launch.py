@@ -78,14 +78,14 @@ def run(arguments: argparse.Namespace) -> int:
     _check_counts(arguments)
     script = arguments.script[1:] if arguments.script[0] == "--" else arguments.script
     if not os.path.exists(script[0]):
-        raise UsageError(f"there is no file {script[0]!r}")
+        raise UsageError(f"the script {script[0]!r} does not exist")
     environment = dict(os.environ)
     platform = get_platform(arguments.platform)
     if arguments.platform:
         environment[ENVIRONMENT_VARIABLE] = platform.name
     framework = "mindspore" if platform.name == "mindspore" else "torch"
     if find_spec(framework) is None:
-        raise UsageError(f"{framework} is not installed: install it, or give another --platform")
+        raise UsageError(f"{framework} is not installed: install it, or choose another --platform")
     where = (arguments.nodes, arguments.node_rank, arguments.address, _port_of(arguments))
     command = command_of(framework, arguments.processes, script, *where)
     if arguments.json:
@@ -152,12 +152,12 @@ def _kill_tree(pid: int) -> None:
 def _check_counts(arguments: argparse.Namespace) -> None:
     """Raise UsageError for numbers with which the launcher would start nothing, or wait for missing nodes."""
     if arguments.processes < 1 or arguments.nodes < 1:
-        raise UsageError(f"-n {arguments.processes} --nodes {arguments.nodes}: both are at least 1")
+        raise UsageError(f"-n {arguments.processes} --nodes {arguments.nodes}: both numbers must be at least 1")
     if not 0 <= arguments.node_rank < arguments.nodes:
         last = arguments.nodes - 1
         raise UsageError(f"--node-rank {arguments.node_rank}: with {arguments.nodes} node(s) it must be 0 to {last}")
     if arguments.port is not None and not 1 <= arguments.port <= 65535:
-        raise UsageError(f"--port {arguments.port}: a port is 1 to 65535")
+        raise UsageError(f"--port {arguments.port}: the port must be between 1 and 65535")
 
 
 def _port_of(arguments: argparse.Namespace) -> int:

@@ -37,9 +37,9 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
     mesh = mesh_of(arguments.mesh)
     limit = bytes_of(arguments.memory) if arguments.memory else None
     if not arguments.search and (arguments.svg or arguments.memory):
-        raise UsageError("--svg and --memory go with --search: without it, --json has all there is to draw")
+        raise UsageError("--svg and --memory need --search. Without --search, use --json")
     if (arguments.sequences and not arguments.search) or (arguments.cp and not arguments.sequences):
-        raise UsageError("--sequences goes with --search, and --cp with --sequences")
+        raise UsageError("--sequences needs --search, and --cp needs --sequences")
     try:
         machine = machine_of(arguments.machine)
     except ValueError as error:
@@ -83,7 +83,7 @@ def batch_of_a_rank(batch: int, mesh: dict[str, int]) -> int:
     """The sequences of one rank, of ``batch`` of all ranks together."""
     share = mesh.get("dp", 1)
     if batch % share:
-        raise UsageError(f"--batch {batch} does not divide over dp={share}")
+        raise UsageError(f"--batch {batch} is not divisible by dp={share}")
     return batch // share
 
 
@@ -93,27 +93,29 @@ def told() -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, DryStepError) as error:
-        raise UsageError(f"the plan is not possible: {error}") from error
+        raise UsageError(f"the plan cannot be applied: {error}") from error
     except Exception as error:
-        raise UsageError(f"the model, its plan or its input fails: {said_of(error)}") from error
+        raise UsageError(f"the model failed under this plan with this input: {said_of(error)}") from error
 
 
 def _check_optimizer(name: str, run: DryRun | None) -> None:
     if run is not None and run.memory.optimizer is None and name.lower() != "none":
-        raise UsageError(f"--optimizer {name}: the framework has no optimizer of this name; 'none' leaves it out")
+        raise UsageError(
+            f"--optimizer {name}: the framework has no optimizer of this name. Pass 'none' for no optimizer"
+        )
 
 
 def _check_file(path: str | None) -> None:
     """Raise UsageError before minutes of work, rather than after."""
     if path and not Path(path).absolute().parent.is_dir():
-        raise UsageError(f"--svg {path}: there is no folder {Path(path).absolute().parent}")
+        raise UsageError(f"--svg {path}: the folder {Path(path).absolute().parent} does not exist")
 
 
 def given_by(arguments: argparse.Namespace, batch: int) -> tuple[Any, Any, list[Any]]:
     """Model, plan and inputs of a command; ``batch`` sequences by default."""
     for name, number in (("--batch", arguments.batch), ("--length", arguments.length)):
         if number < 1:
-            raise UsageError(f"{name} {number}: give a number from 1")
+            raise UsageError(f"{name} {number}: the number must be at least 1")
     model = model_of(arguments.model, arguments.dtype)
     plan = plan_of(arguments.plan, arguments.model, not arguments.no_sequence)
     return model, plan, inputs_of(arguments.input, arguments.model, batch, arguments.length)

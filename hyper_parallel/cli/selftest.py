@@ -81,7 +81,7 @@ def check_checkpoint(folder: str) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks on each requested backend; return 0 if all succeed."""
     if arguments.processes < 1:
-        raise UsageError(f"-n {arguments.processes}: give a number of ranks from 1")
+        raise UsageError(f"-n {arguments.processes}: the number of ranks must be at least 1")
     names = arguments.platform or [get_platform().name]
     if names == ["all"]:
         names = [name for name, reason in available_platforms().items() if reason is None]

@@ -35,7 +35,7 @@ def mesh_of(text: str) -> dict[str, int]:
         if name in found:
             raise UsageError(f"--mesh {text!r}: the dimension {name} appears twice")
         if int(size) < 1:
-            raise UsageError(f"--mesh {text!r}: a dimension has at least 1 rank")
+            raise UsageError(f"--mesh {text!r}: each dimension must have at least 1 rank")
         found[name] = int(size)
     return {**found, "tp": 1} if list(found) == ["dp"] else found
 
@@ -44,7 +44,7 @@ def bytes_of(text: str) -> float:
     """Return the bytes in ``"80GB"``, ``"64GiB"`` or a plain number."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size: write 80GB, 64GiB or a number of bytes")
+        raise UsageError(f"{text!r} is not a size in bytes: write 80GB, 64GiB or a number")
     return float(match.group(1)) * _UNITS[match.group(2).lower()]
 
 
@@ -55,7 +55,7 @@ def object_at(text: str) -> Any:
         raise UsageError(f"{text!r}: write package.module:name, or file.py:name")
     file = Path(place).resolve() if place.endswith(".py") else None
     if file is not None and not file.is_file():
-        raise UsageError(f"{text!r}: there is no file {place!r}")
+        raise UsageError(f"{text!r}: the file {place!r} does not exist")
     sys.path.insert(0, "" if file is None else str(file.parent))
     try:
         found = importlib.import_module(place) if file is None else _module_of(file)
@@ -89,21 +89,21 @@ def model_of(text: str, dtype: str | None) -> Any:
     supports that."""
     if text not in MODELS and ":" not in text:
         raise UsageError(
-            f"no model is called {text!r}: there are {', '.join(MODELS)}; or give package.module:function, or "
-            "file.py:function, that makes one"
+            f"no model is called {text!r}: choose one of {', '.join(MODELS)}. Or pass package.module:function or "
+            "file.py:function, a function that returns a model"
         )
     with dry_world(1) as platform, platform.without_data():
         model = platform.make_decoder(MODELS[text]) if text in MODELS else object_at(text)
         if not isinstance(model, platform.Module):
             if not callable(model):
-                raise UsageError(f"--model {text}: it is {model!r}, and not a function that makes a model")
+                raise UsageError(f"--model {text} is {model!r}: name a function that returns a model")
             try:
                 model = model()
             except (Exception, SystemExit) as error:
                 raise UsageError(f"--model {text} fails: {said_of(error)}") from error
         if not isinstance(model, platform.Module):
             kind, name = type(model).__name__, platform.name.removeprefix("dry-")
-            raise UsageError(f"--model {text} gives a {kind}, and not a model of {name}")
+            raise UsageError(f"--model {text} returned a {kind}: it must return a module of {name}")
         if dtype is not None:
             try:
                 model = model.to(_dtype(platform, dtype))
@@ -124,7 +124,9 @@ def plan_of(text: str | None, model: str, sequence: bool) -> Any:
     """Return the plan that ``text`` names, or the plan of a model by name."""
     if text is None:
         if model not in MODELS:
-            raise UsageError("give --plan package.module:name: a dict of styles, or a function of model and mesh")
+            raise UsageError(
+                "--plan is missing: pass package.module:name of a dict of styles or a function of model and mesh"
+            )
         return llama_plan(sequence)
     found = object_at(text)
     return found
@@ -150,7 +152,7 @@ def inputs_of(texts: list[str], model: str, batch: int, length: int) -> list[Any
 
 def _dtype(platform: Any, name: str) -> Any:
     if name not in platform.dtypes:
-        raise UsageError(f"no dtype is called {name!r}: there are {', '.join(platform.dtypes)}")
+        raise UsageError(f"no dtype is called {name!r}: choose one of {', '.join(platform.dtypes)}")
     return platform.dtypes[name]
 
 

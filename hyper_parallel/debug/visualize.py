@@ -40,7 +40,9 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False, *
         raise TypeError(f"visualize_sharding takes a DTensor, got {type(dtensor).__name__}")
     layout: Layout = dtensor._layout
     if layout.ndim not in (1, 2):
-        raise ValueError(f"visualize_sharding shows one or two dimensions, got a tensor of shape {tuple(layout.shape)}")
+        raise ValueError(
+            f"visualize_sharding shows tensors of one or two dimensions, got a tensor of shape {tuple(layout.shape)}"
+        )
     place = layout.mesh.get_coordinate()
     if 0 in layout.shape or place is None or any(place):
         return

@@ -27,7 +27,7 @@ def expert_shares(shares: Sequence[float]) -> Iterator[None]:
         ...     pass
     """
     if not shares or min(shares) < 0 or not sum(shares):
-        raise ValueError(f"expert_shares takes a number for each expert, none below 0 and not all 0, got {shares}")
+        raise ValueError(f"expert_shares takes one number for each expert, at least 0 and not all 0, got {shares}")
     token = EXPERT_SHARES.set([float(share) for share in shares])
     try:
         yield

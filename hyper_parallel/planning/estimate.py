@@ -164,7 +164,7 @@ class DryRun:
         head = ("communication over", "collectives", "bytes", "sent", "at least")
         lines += ["", format_table(head, traffic, right=(2, 3, 4), width=TERMINAL), ""]
         if self.seconds is None:
-            lines.append("time: not known, the framework does not tell of its operations")
+            lines.append("time: unknown, because the framework does not report its operations")
         else:
             assert self.flops is not None
             time = (
@@ -229,7 +229,7 @@ def dry_run(
     """
     named = machine_of(machine)
     if data_parallel not in (None, "fully_shard", "replicate"):
-        raise ValueError(f"data_parallel is 'fully_shard', 'replicate' or None, got {data_parallel!r}")
+        raise ValueError(f"data_parallel takes 'fully_shard', 'replicate' or None, got {data_parallel!r}")
     if callable(plan) and not isinstance(plan, ParallelStyle):
         data_parallel = None
 
@@ -350,9 +350,9 @@ def _matching(recompute: str | bool, layers: list[str], model: Any, platform: An
         found = matching(str(recompute), model, platform)
     if not found:
         raise ValueError(
-            f"recompute={recompute!r} names no module: give a path such as 'model.layers.*'"
+            f"recompute={recompute!r} matches no module: pass a path such as 'model.layers.*'"
             if recompute is not True
-            else "recompute=True: the model has no list of equal layers: give a path such as 'model.layers.*'"
+            else "recompute=True: the model has no list of equal layers: pass a path such as 'model.layers.*'"
         )
     return found
 

@@ -57,5 +57,7 @@ def cut_to(model: Any, parent: str, count: int, platform: Any) -> Any:
     try:
         del layers[count:]
     except (TypeError, AttributeError) as error:
-        raise TypeError(f"{parent!r} is a {type(layers).__name__}, and not a list that can be cut: {error}") from error
+        raise TypeError(
+            f"{parent!r} is a {type(layers).__name__}, and its list of layers cannot be shortened: {error}"
+        ) from error
     return new

@@ -119,6 +119,6 @@ def machine_of(machine: Machine | str) -> Machine:
         if plain(name) == plain(machine):
             return known
     raise ValueError(
-        f"no machine is called {machine!r}: there are {', '.join(map(repr, MACHINES))}, and "
-        "hyper_parallel.planning.register_machine adds others"
+        f"no machine is called {machine!r}: choose one of {', '.join(map(repr, MACHINES))}, or add yours with "
+        "hyper_parallel.planning.register_machine"
     )

@@ -195,7 +195,7 @@ def search(
             # prefetched layer.
             models = [(n, cut_to(model, parent, n, platform)) for n in (3, 4)]
     if experts and sequences:
-        raise ValueError("search takes experts or sequences, not both: dry_run has no mesh of both")
+        raise ValueError("search takes either experts or sequences, because dry_run has no mesh with both dimensions")
     found = []
     for tp in sizes:
         cuts = context_parallel or [n for n in range(1, named.devices + 1) if ranks // tp % n == 0]
@@ -245,7 +245,7 @@ def search(
 def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> Any:
     """Return the plan with the styles of cut sequences. A path may have a style of each kind."""
     if plan is not None and not isinstance(plan, Mapping):
-        raise ValueError("a plan that is a function cuts its sequences itself: give one of styles by path")
+        raise ValueError("sequences cannot be searched with a plan that is a function: pass a dict of styles by path")
     styles = dict(plan or {})
     if styles.keys() & sequences.keys():
         return lambda model, mesh: apply_plan(apply_plan(model, mesh, styles), mesh, sequences)
@@ -260,7 +260,7 @@ def _share(batch: tuple, dp: int, cp: int) -> Any:
         for x in tensors_in(batch, platform):
             if platform.shape_of(x)[dim] % ranks:
                 raise ValueError(
-                    f"dimension {dim} of a batch of shape {tuple(platform.shape_of(x))} does not divide over "
+                    f"dimension {dim} of a batch of shape {tuple(platform.shape_of(x))} is not divisible by "
                     f"{('dp', 'cp')[dim]}={ranks}"
                 )
 

@@ -31,7 +31,7 @@ def expert_modules(model: Any, experts: Experts, platform: Any) -> list[Any]:
     for key in experts:
         paths = matching(key, model, platform)
         if not paths:
-            raise ValueError(f"experts={key!r} names no module: give a path such as 'model.layers.*.mlp.experts'")
+            raise ValueError(f"experts={key!r} matches no module: pass a path such as 'model.layers.*.mlp.experts'")
         found += [module_at(model, path, platform) for path in paths]
     return found
 
@@ -44,7 +44,7 @@ def spread_experts(model: Any, mesh: DeviceMesh, experts: Experts) -> list[Any]:
     """
     names = mesh.mesh_dim_names or ()
     if "ep" not in names or "dp" not in names:
-        raise ValueError(f"experts need a mesh with the dimensions 'dp' and 'ep', and it has {names}")
+        raise ValueError(f"experts need a mesh with the dimensions 'dp' and 'ep', got a mesh with {names}")
     found = expert_modules(model, experts, mesh.platform)
     for key, style in experts.items():
         over = mesh["ep"]

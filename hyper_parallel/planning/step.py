@@ -57,8 +57,8 @@ def mesh_of(mesh: MeshLike) -> tuple[tuple[int, ...], tuple[str, ...]]:
         names = _usual_names(len(shape))
     if not shape or any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in shape):
         raise ValueError(
-            f"a mesh is a DeviceMesh, a number of ranks, sizes, or sizes by name such as {{'dp': 64, 'tp': 8}}; all "
-            f"are at least 1; got {mesh!r}"
+            "a mesh is a DeviceMesh, a number of ranks, a tuple of sizes, or sizes by name such as {'dp': 64, 'tp': "
+            f"8}}. Sizes are at least 1, got {mesh!r}"
         )
     return tuple(int(n) for n in shape), names
 
@@ -92,8 +92,8 @@ def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
         return parallelize_module(model, mesh["cp"], of_sequences)
     if mesh.ndim > 1 and "tp" not in names:
         raise ValueError(
-            f"the plan is for parallelize_module, which takes one mesh dimension, and none of {mesh.mesh_dim_names} is "
-            'called "tp": name it so, or give a function plan(model, mesh) that applies the styles'
+            f'a plan of styles needs a mesh dimension "tp", got {mesh.mesh_dim_names}: name the dimension "tp", or '
+            "pass a function plan(model, mesh) that applies the styles"
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the plan's .* matches no module")
@@ -151,8 +151,8 @@ class DryStep:
         platform = get_platform()
         if not isinstance(model, platform.Module):
             raise TypeError(
-                f"a {platform.Module.__name__} of the platform {platform.name!r} is needed, got "
-                f"{type(model).__name__}: HYPER_PARALLEL_PLATFORM chooses another platform"
+                f"the model must be a {platform.Module.__name__} of the platform {platform.name!r}, got "
+                f"{type(model).__name__}: pass one, or choose another platform with HYPER_PARALLEL_PLATFORM"
             )
         modules = dict(platform.named_modules(model))
         for path, module in modules.items():
@@ -160,8 +160,8 @@ class DryStep:
                 isinstance(p, DTensor) for _, p in platform.named_parameters(module)
             ):
                 raise ValueError(
-                    f"{path or type(module).__name__!r} is parallelised already: give the model as it is before "
-                    "parallelize_module, and the plan; describe(model) shows one that is parallelised"
+                    f"{path or type(module).__name__!r} is parallelised already: pass the model before "
+                    "parallelize_module, and the plan. To inspect a parallelised model, call describe(model)"
                 )
         self.unmatched = unmatched_keys(plan, list(modules))
         self.setup: list[Collective] = []
@@ -243,9 +243,9 @@ class DryStep:
                         call()
             except (RuntimeError, NotImplementedError) as error:
                 raise DryStepError(
-                    f"the model does not run with tensors that have no data: {str(error)[:400]}. Make tensors on the "
-                    "device of others (device=x.device), read no values of them (item(), if x > 0), and use operations "
-                    "that know the device meta"
+                    f"the model does not run with tensors that have no data: {str(error)[:400]}. Create tensors on "
+                    "the device of existing ones (device=x.device), do not read values (item(), if x > 0), and use "
+                    "operations that support the meta device"
                 ) from error
         return found
 
@@ -253,8 +253,8 @@ class DryStep:
         tensors = [x for x in tensors_in(output, self.platform) if self.platform.is_floating_point(x)]
         if not tensors:
             raise ValueError(
-                f"the model gives {type(output).__name__} without floating point tensors: give loss=..., a function of "
-                "its output"
+                f"the model returned a {type(output).__name__} without floating point tensors: pass loss=..., a "
+                "function of the output"
             )
         total = None
         for x in tensors:

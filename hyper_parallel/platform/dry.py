@@ -68,7 +68,7 @@ class SendsNothing:
             RuntimeError: always.
         """
         raise RuntimeError(
-            "a dry run has no process groups that functions of the framework could use: call collectives of DTensors "
+            "a dry run has no process groups for the framework's own collectives: use methods of DTensors "
             "(redistribute, full_tensor), or leave this part of the program out of the dry run"
         )
 
@@ -139,7 +139,7 @@ class SendsNothing:
 
     def _need_world(self) -> _World:
         if self._world is None:
-            raise RuntimeError("the dry run is over: its meshes and models can only be looked at")
+            raise RuntimeError("the dry run has ended: its meshes and models can be inspected, but not run")
         return self._world
 
 
@@ -182,7 +182,7 @@ def dry_world(size: int, rank: int = 0) -> Iterator[Any]:
     """
     if size < 1 or not 0 <= rank < size:
         raise ValueError(
-            f"a world of {size} rank(s) has no rank {rank}: give a size of at least 1, and a rank below it"
+            f"a world of {size} rank(s) has no rank {rank}: pass a size of at least 1, and a rank below the size"
         )
     current = get_platform()
     platform: Any = current if is_dry(current) else dry_platform(current)

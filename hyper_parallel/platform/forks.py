@@ -30,9 +30,9 @@ def check_not_forked(platform: Platform, what: str) -> None:
     world = platform.world()
     if any(world is inherited for inherited in _INHERITED):
         raise RuntimeError(
-            f"{what}: this process was forked from rank {platform.rank()}, and is no rank itself: it would wait for "
-            "the others without end. Let the rank do it, or start processes by multiprocessing's 'spawn', which join a "
-            "group of their own"
+            f"{what}: this process was forked from rank {platform.rank()}, and is not a rank itself: its collectives "
+            "would hang. Call this on the rank, or start processes with multiprocessing's 'spawn' method, and let "
+            "them join a new process group"
         )
 
 

@@ -30,8 +30,8 @@ def number_in(environ: Mapping[str, str], name: str, default: int | None = None,
         number = least - 1
     if number < least:
         raise ValueError(
-            f"{name}={given!r}: launchers set a whole number from {least}. Start the program with torchrun or msrun, "
-            "or set the variable as they do, or unset all of theirs to run alone"
+            f"{name}={given!r} is invalid: the variable must be an integer of at least {least}. Start the program "
+            "with torchrun or msrun, or unset all variables of the launcher to run on one rank"
         )
     return number
 
@@ -51,6 +51,6 @@ def rank_and_size(environ: Mapping[str, str], rank: str, size: str, default: int
     number, count = number_in(environ, rank, default), number_in(environ, size, least=1)
     if number >= count:
         raise ValueError(
-            f"{rank}={number} and {size}={count}: ranks are 0 to {count - 1}. Give each process a rank of its own"
+            f"{rank}={number} and {size}={count}: ranks are 0 to {count - 1}. Set a different rank for each process"
         )
     return number, count

@@ -36,8 +36,9 @@ def words(environ: Mapping[str, str] = os.environ) -> frozenset[str]:
     found = frozenset(word for part in given.split(",") if (word := part.strip().lower()))
     if not found <= {*_LEVELS, *_WATCHED} or len(found & {*_LEVELS}) > 1:
         raise ValueError(
-            f"{VARIABLE}={given} is no level ({', '.join(_LEVELS)}), after which {' and '.join(_WATCHED)} may stand: "
-            f"set it to info for a line about each plan, to info,{','.join(_WATCHED)} for all there is"
+            f"{VARIABLE}={given} is not a log level ({', '.join(_LEVELS)}), optionally followed by "
+            f"{' and '.join(_WATCHED)}. Set it to info for a line about each plan, or to info,{','.join(_WATCHED)} "
+            "for all messages"
         )
     return found
 

@@ -232,9 +232,9 @@ class PatchSet:
         found = [] if abandon or not classes else live_objects(classes)
         if found:
             raise RuntimeError(
-                f"there are {len(found)} DTensors, which would compute wrong numbers without the patches of "
-                f"{self.framework}: delete the models, optimizers and tensors first, or make all DTensors "
-                "unusable with uninstall(abandon=True). (MindSpore keeps parameters of an optimizer that has stepped.)"
+                f"{len(found)} DTensors still exist, which would compute wrong results without the patches of "
+                f"{self.framework}: delete the models, optimizers and tensors first, or make all DTensors unusable "
+                "with uninstall(abandon=True). (MindSpore keeps the parameters of an optimizer after its first step.)"
             )
         self._switch(False)
         if classes:
@@ -258,7 +258,7 @@ class PatchSet:
             if patch.required:
                 raise RuntimeError(
                     f"{message}Without this patch: {patch.reason}. So no DTensor can be made with this version, and "
-                    f"nothing was changed in {self.framework}: install a tested one"
+                    f"{self.framework} was left unchanged: install a tested version"
                 )
             warnings.warn(f"{message}The patch is left out: {patch.reason}", RuntimeWarning, stacklevel=2)
         return found
@@ -267,7 +267,7 @@ class PatchSet:
         for change in reversed(changes):
             if not change.place.put_back(change.patch, change.replacement, change.original):
                 warnings.warn(
-                    f"{change.target} has been changed since hyper_parallel patched it, and is left as it is",
+                    f"{change.target} was changed after hyper_parallel patched it, and is left unchanged",
                     RuntimeWarning,
                     stacklevel=3,
                 )
@@ -280,10 +280,10 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
         try:
             place = place_of(target)
         except (ImportError, AttributeError, KeyError) as error:
-            return None, f"{target} is not there ({error})"
+            return None, f"{target} does not exist ({error})"
         held, original = place.held(), place.original()
         if held != patch.held and (patch.held != "either" or held == "absent"):
-            return None, f"{target} is {_HELD[held]}, and was {_HELD[patch.held]}"
+            return None, f"{target} is {_HELD[held]}, but expected to be {_HELD[patch.held]}"
         if i and original is not first:
             return None, f"{target} is not the same object as {patch.targets[0]}"
         first = original
@@ -294,7 +294,12 @@ def _inspected(patch: Patch) -> tuple[Any, str | None]:
     return first, None
 
 
-_HELD = {"own": "there itself", "inherited": "inherited", "either": "there or inherited", "absent": "not there"}
+_HELD = {
+    "own": "defined there",
+    "inherited": "inherited",
+    "either": "defined there or inherited",
+    "absent": "missing",
+}
 
 
 # -------------------------------------------------------------------------------------------------- installed patches

@@ -206,8 +206,8 @@ def get_platform_for_device(device_type: str) -> Platform:
             return _resolve(served[device_type], f"device type {device_type!r}")
         choices = ", ".join(f"{d!r} (platform {n!r})" for d, n in served.items())
         raise ValueError(
-            f"the platform {current.name!r} has no device type {device_type!r}; use one of {choices}, or leave it "
-            f"out, or choose another platform with {ENVIRONMENT_VARIABLE}"
+            f"the platform {current.name!r} has no device type {device_type!r}: use one of {choices}, or leave the "
+            f"device type out, or choose another platform with {ENVIRONMENT_VARIABLE}"
         )
 
 

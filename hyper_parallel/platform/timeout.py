@@ -33,7 +33,7 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
         20.0
     """
     if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, (int, float))):
-        raise TypeError(f"init_process_group(timeout=...) takes seconds, got {timeout!r}")
+        raise TypeError(f"init_process_group(timeout=...) takes a number of seconds, got {timeout!r}")
     source, given = f"{VARIABLE}=", environ.get(VARIABLE)
     if timeout is not None:
         source, given = "init_process_group(timeout=...) ", repr(timeout)
@@ -45,8 +45,8 @@ def timeout_seconds(timeout: float | None, environ: Mapping[str, str] = os.envir
         seconds = math.nan
     if not 0 < seconds <= LONGEST:
         raise ValueError(
-            f"{source}{printable(given)}: the timeout is a positive number of seconds, at most {LONGEST:.0e}: leave it "
-            "out for that of the framework"
+            f"{source}{printable(given)}: the timeout is a positive number of seconds, at most {LONGEST:.0e}. Leave "
+            "the timeout out for the default of the framework"
         )
     return seconds
 

@@ -46,8 +46,8 @@ def warn_of_untested(framework: str, version: str) -> None:
         return
     _warned.add((framework, version))
     warnings.warn(
-        f"HyperParallel is tested with {framework} {tested_versions(framework)}, and this is {version}. It goes on; "
-        f"if something fails, try a tested version, for example pip install "
+        f"HyperParallel is tested with {framework} {tested_versions(framework)}, but the installed version is "
+        f"{version}. The program continues. If an operation fails, install a tested version, for example pip install "
         f"'{framework.replace('_', '-')}=={TESTED[framework][-1]}'",
         RuntimeWarning,
         stacklevel=2,

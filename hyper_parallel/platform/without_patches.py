@@ -12,8 +12,8 @@ __all__ = ["NeedsPatches", "live_objects", "make_usable", "make_unusable"]
 
 def _error(framework: str) -> RuntimeError:
     return RuntimeError(
-        f"the patches of {framework} are not installed, without which DTensors would compute wrong numbers: call "
-        f"hyper_parallel.platform.{framework}.patches.PATCHES.install() before DTensors are made or used"
+        f"the patches of {framework} are not installed, and DTensors would compute wrong results without the patches: "
+        f"call hyper_parallel.platform.{framework}.patches.PATCHES.install() before DTensors are made or used"
     )
 
 

@@ -38,7 +38,7 @@ def test_ranges_are_those_of_nvtx_too(monkeypatch: pytest.MonkeyPatch) -> None:
     ("missing", "reason"),
     [
         ("built", "the installed torch was built without CUDA"),
-        ("gpu", "finds no usable GPU: check the driver and CUDA_VISIBLE_DEVICES"),
+        ("gpu", "no usable GPU was found: check the driver and CUDA_VISIBLE_DEVICES"),
         ("distributed", "this torch was built without nccl"),
         ("nccl", "this torch was built without nccl"),
         ("", None),

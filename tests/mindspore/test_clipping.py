@@ -95,7 +95,7 @@ def refused(mesh: Any) -> list[str]:
     messages = []
     local = tuple(g * 0.5 for g in own_gradients(net, "grad"))
     for clip in (CLIPS["global norm"], CLIPS["norm of all"], CLIPS["each norm"], CLIPS["each by a cell"]):
-        with pytest.raises(ValueError, match="clip by the norm of its part") as caught:
+        with pytest.raises(ValueError, match="clip by the norm of its shard") as caught:
             clip(local)
         messages.append(str(caught.value))
     # The next backward is another network's, and then the library's.

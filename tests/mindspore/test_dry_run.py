@@ -44,4 +44,4 @@ def test_a_dry_run() -> None:
     assert memory.parameters == memory.gradients > 0 and memory.gathered > 0
     assert memory.activations is memory.peak is found.seconds is found.seconds_overlapped is found.fits is None
     assert found.traffic["tp"].bytes > 0 and found.traffic["dp"].counts == {"all_gather": 5, "reduce_scatter": 3}
-    assert "time: not known" in str(found) and '"traffic"' in found.to_json()
+    assert "time: unknown" in str(found) and '"traffic"' in found.to_json()

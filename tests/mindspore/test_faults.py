@@ -62,7 +62,7 @@ def test_lost_rank_is_named() -> None:
         # Each further collective with that rank is refused at once.
         _, first, second = raised.split("again|")
         assert first.startswith("(1,)|all_reduce of") and second.startswith("(1,)|all_gather of"), raised
-        assert "mccl is not asked again" in second and float(second.split("took|")[1]) < 5, raised
+        assert "mccl is not called again" in second and float(second.split("took|")[1]) < 5, raised
 
 
 class Store:
@@ -134,7 +134,7 @@ def test_groups_of_missing_ranks() -> None:
     assert found == ({0: "in tp"}, (1,)) == lost["world"]
     lost_ranks.check_group("dp", lost)
     for name in ("world", "tp"):
-        with pytest.raises(RuntimeError, match="mccl is not asked again") as caught:
+        with pytest.raises(RuntimeError, match="mccl is not called again") as caught:
             lost_ranks.check_group(name, lost)
         assert lost_ranks.is_communication_failure(caught.value)
     assert lost_ranks.find_missing_ranks(Broken(), 0, "tp", (0, 1), "again", groups, lost) == found

@@ -78,9 +78,13 @@ def refused(mesh: Any) -> list[str]:
 
 def test_a_part_of_a_unit_is_refused(pool: Any) -> None:
     for of_root, of_block in pool.run(2, refused):
-        assert of_root.startswith("ValueError: Decoder under fully_shard: 'block.attention' is computed again"), of_root
-        assert of_block.startswith("ValueError: Block under fully_shard: 'feed_forward' is computed again"), of_block
-        assert "use_reentrant=False" in of_root and "apply fully_shard to 'feed_forward'" in of_block
+        assert of_root.startswith(
+            "ValueError: Decoder under fully_shard: 'block.attention' is recomputed in backward"
+        ), of_root
+        assert of_block.startswith("ValueError: Block under fully_shard: 'feed_forward' is recomputed in backward"), (
+            of_block
+        )
+        assert "use_reentrant=False" in of_root and "Apply fully_shard to 'feed_forward'" in of_block
 
 
 @on_mesh()

@@ -151,8 +151,10 @@ def sensitivities(mesh: Any) -> dict[str, Any]:
 def test_sensitivities(pool: Any) -> None:
     for result in pool.run(2, sensitivities):
         several, sent, shape, sent_too, plain, sent_then = result.pop("errors")
-        assert several.startswith("ValueError: the function has 3 outputs: give a sensitivity for each"), several
-        assert shape.startswith("ValueError: the output has shape (4, 6) and its sensitivity (2, 6)"), shape
+        assert several.startswith(
+            "ValueError: the function has 3 outputs: pass a tuple with one sensitivity for each"
+        ), several
+        assert shape.startswith("ValueError: the output has shape (4, 6), but its sensitivity has shape (2, 6)"), shape
         assert plain.startswith("ValueError") and "plain tensor" in plain, plain
         assert sent == sent_too == sent_then == 0
         assert result == {"far": [], "several": True, "by name": True, "ids": True}

@@ -158,4 +158,4 @@ def test_a_warning_of_plain_local_gradients(pool: Any) -> None:
     """Once, where they are parts."""
     for *before, first, second in pool.run(2, warned):
         assert before == [[]] * 4 and second == []
-        assert len(first) == 1 and first[0].startswith("mindspore.grad gives this rank's parts"), first
+        assert len(first) == 1 and first[0].startswith("mindspore.grad returns this rank's shards"), first

@@ -263,11 +263,11 @@ def refused(mesh: Any) -> dict[str, str]:
 def test_refused(pool: Any) -> None:
     shape = "ValueError: parameter 'weight' has shape (8, 4), "
     for said in pool.run(2, refused):
-        assert said["part"].startswith(f"{shape}and the new data has shape (4, 4): give the whole"), said
+        assert said["part"].startswith(f"{shape}and the new data has shape (4, 4): pass the full"), said
         assert said["assigned part"] == said["part"]
         assert said["no part"].startswith(f"{shape}this rank's part of it (4, 4); the new part has shape (8, 4)"), said
         assert said["number"].startswith(f"{shape}and the new data has shape ()"), said
         assert said["string"].startswith("TypeError: Parameter data must be"), said
-        assert "redistribute it first" in said["placement"], said
+        assert "redistribute the data first" in said["placement"], said
         assert said["DTensor"].startswith(f"{shape}and the new data has shape (16, 4)"), said
-        assert "redistribute it first" in said["DTensor in a dict"], said
+        assert "redistribute the data first" in said["DTensor in a dict"], said

@@ -104,17 +104,17 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "largest": (
         lambda m: dist.all_reduce(placed(m, Partial()), "max", m["dp"].get_group()),
         ValueError,
-        r"redistribute\(\) it first",
+        r"call redistribute\(\) first",
     ),
     "joined": (
         lambda m: dist.all_gather([placed(m, Shard(0)) for _ in range(2)], placed(m, Shard(0)), m["dp"].get_group()),
         TypeError,
-        r"joins or cuts.*to_local\(\)",
+        r"concatenate or split the shards.*to_local\(\)",
     ),
     "joined by a primitive": (
         lambda m: ops.AllGather(group=m["dp"].get_group())(placed(m, Shard(0))),
         TypeError,
-        r"joins or cuts.*to_local\(\)",
+        r"concatenate or split the shards.*to_local\(\)",
     ),
 }
 

@@ -107,7 +107,7 @@ def set_data(mesh: Any) -> dict[str, Any]:
 def test_set_data(pool: Any) -> None:
     for result in pool.run(2, set_data):
         assert "has shape (16, 8), and the new data has shape (3, 3)" in result.pop("wrong shape")
-        assert "redistribute it first" in result.pop("wrong placement")
+        assert "redistribute the data first" in result.pop("wrong placement")
         assert all(result.values()), result
 
 

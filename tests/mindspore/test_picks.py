@@ -146,7 +146,7 @@ def more() -> None:
     for index in (place + 1, place - 1):
         with pytest.raises(RuntimeError, match="should be in the range"):
             x[index].to_local().asnumpy()
-    with pytest.raises(ValueError, match="the mask selects 4 elements, and the source has 1"):
+    with pytest.raises(ValueError, match="the mask selects 4 elements, but the source has 1"):
         x.masked_scatter(mask, distribute_tensor(Tensor([9], ms.int32), mesh))
 
 

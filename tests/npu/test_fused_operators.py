@@ -163,7 +163,7 @@ def rotation_by_a_matrix(mesh: Any) -> str:
 
 
 def test_rotation_by_a_matrix(pool: Any) -> None:
-    words = "npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave it out"
+    words = "npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave rotate out"
     assert pool.run(2, rotation_by_a_matrix) == [words, words]
 
 

@@ -15,7 +15,9 @@ import torch
 from hyper_parallel import get_platform
 from tests.simulated_npu import preload
 
-pytestmark = pytest.mark.skipif(not preload.is_simulated(), reason="the NPUs here are real, and of one kind")
+pytestmark = pytest.mark.skipif(
+    not preload.is_simulated(), reason="the NPUs here are real, and must all be plain tensors"
+)
 ROOT = Path(__file__).resolve().parents[2]
 
 #: The program of a rank: each line of JSON is (what was tried, how it ended).
@@ -113,7 +115,7 @@ def test_bfloat16_is_refused(chip: str, ranks: int) -> None:
         first = {name: first[name] for name in NOT_COLLECTIVES}
     assert len(first) == (12 if ranks > 1 else 6)
     for name, error in first.items():
-        assert f"dtype is torch.bfloat16, which this NPU ({chip}) does not have: use torch.float16" in error, name
+        assert f"dtype torch.bfloat16, which this NPU ({chip}) does not support: use torch.float16" in error, name
     assert "a tensor of shape (4, 4) is to be distributed" in first["distribute"]
     if ranks > 1:
         for name in first.keys() - set(NOT_COLLECTIVES):
@@ -124,5 +126,5 @@ def test_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same, where coverage sees it."""
     platform = get_platform()
     monkeypatch.setitem(vars(platform), "_has_bfloat16", False)
-    with pytest.raises(TypeError, match=r"empty of shape \(2,\), and its dtype is torch.bfloat16, which this NPU"):
+    with pytest.raises(TypeError, match=r"empty of shape \(2,\) with dtype torch\.bfloat16, which this NPU"):
         platform.factory("empty", (2,), None, torch.bfloat16)

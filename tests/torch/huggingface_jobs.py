@@ -272,21 +272,21 @@ def errors() -> None:
     refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
     misspelt = {"model.nrom": "replicate"}
     refused(ValueError, "no such module or parameter; the nearest paths are 'model.norm'", plan=misspelt)
-    refused(ValueError, "not the name of one; the nearest are 'colwise'", plan={"lm_head": "colwize"})
+    refused(ValueError, "not the name of a style: the nearest are 'colwise'", plan={"lm_head": "colwize"})
     refused(ValueError, "parameter 'model.norm.weight' the style", plan={"model.norm.weight": "sequence_parallel"})
     refused(ValueError, "src_data_rank=2", src_data_rank=2)
-    refused(ValueError, "gather_logits=False is for", plan={"lm_head": None}, gather_logits=False)
+    refused(ValueError, "gather_logits=False needs a", plan={"lm_head": None}, gather_logits=False)
     experts = {"model.layers.*.mlp.experts.down_proj": None}
     refused(ValueError, "not their parameter 'down_proj'", "mixtral", plan=experts)
     model = build("llama")
     model.model.layers[1].mlp.act_fn = torch.nn.PReLU(40)
-    with pytest.raises(ValueError, match=r"does not name the parameters 'weight' of 'model.layers.1.mlp.act_fn'"):
+    with pytest.raises(ValueError, match=r"has no style for the parameters 'weight' of 'model.layers.1.mlp.act_fn'"):
         parallelize_model(model, mesh)
     with pytest.raises(TypeError, match="takes a model of transformers, got Linear"):
         parallelize_model(torch.nn.Linear(2, 2), mesh)
     tiny = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
     bloom = transformers.BloomModel(transformers.BloomConfig(**tiny))
-    with pytest.raises(ValueError, match=r"BloomModel brings no tensor-parallel plan.*'bloom'.*plan="):
+    with pytest.raises(ValueError, match=r"BloomModel has no tensor-parallel plan.*'bloom'.*plan="):
         parallelize_model(bloom, mesh)
     quantised = build("llama")
     quantised.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(
@@ -303,7 +303,7 @@ def errors() -> None:
         parallelize_model(grouped, mesh)
     experts = parallelize_model(build("mixtral"), mesh, expert_parallel=True).model.layers[0].mlp.experts
     with pytest.raises(
-        ValueError, match=r"MixtralExperts was called with arguments that expert parallelism does not know"
+        ValueError, match=r"MixtralExperts was called with unsupported arguments: expert parallelism needs"
     ):
         experts(torch.ones(3, 32, device=device()))
 

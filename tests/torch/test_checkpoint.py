@@ -89,7 +89,9 @@ def own_shapes(mesh: Any, directory: str) -> None:
     optimizer = torch.optim.AdamW([p], 0.1)
     optimizer.state[p] = {"step": torch.tensor(1.0), "factor": torch.ones(5), "one": torch.ones(()), "exp_avg": x * 2}
     path = save({"optimizer": optimizer}, f"{directory}/own", mesh=mesh)
-    with pytest.raises(ValueError, match=r"optimizer\.0\.factor has shape \(5,\), its parameter \(4, 3\).*step once"):
+    with pytest.raises(
+        ValueError, match=r"optimizer\.0\.factor has shape \(5,\), and its parameter has shape \(4, 3\).*take one step"
+    ):
         load({"optimizer": torch.optim.AdamW([p], 0.1)}, path, mesh=mesh)
     other = torch.optim.AdamW([p], 0.1)
     other.state[p] = {"step": torch.tensor(0.0), "factor": torch.zeros(5), "one": torch.zeros(()), "exp_avg": x * 0}
@@ -210,14 +212,14 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         ({"x": torch.ones(2, dtype=torch.complex128)}, TypeError, "complex128 cannot be saved"),
         ({"x": torch.ones(2, device="meta")}, ValueError, "'x' has no values"),
         ({"x": torch.eye(2).to_sparse()}, TypeError, "x is "),
-        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, "would be called 'a.b'"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, "the same path 'a.b'"),
         ({"x": object()}, TypeError, "x is a object. A checkpoint takes"),
     ):
         with pytest.raises(kind, match=words):
             save(state, tmp_path / "x")
     assert [*tmp_path.iterdir()] == []
     path = save({"x": torch.ones(2)}, tmp_path / "x")
-    with pytest.raises(ValueError, match=r"x has no values to be replaced.*to_empty\(\)"):
+    with pytest.raises(ValueError, match=r"x is on the meta device and has no memory.*to_empty\(\)"):
         load({"x": torch.ones(2, device="meta")}, path)
 
 

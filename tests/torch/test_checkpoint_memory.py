@@ -152,7 +152,7 @@ def test_a_header_of_zeros(tmp_path: Path, length: int) -> None:
     file.write_bytes(struct.pack("<Q", length))
     os.truncate(file, 1 << 33)
     kind, text = used(lambda: load_pretrained({"x": torch.zeros(2)}, file))
-    assert kind == "CheckpointError" and "is damaged, or no file of safetensors: " in text, (kind, text)
+    assert kind == "CheckpointError" and "is damaged, or is not a safetensors file: " in text, (kind, text)
 
 
 def test_an_index_of_zeros(path: Path) -> None:

@@ -27,11 +27,11 @@ def test_pipes_in_a_checkpoint(tmp_path: Path) -> None:
         if size is not None:
             change_index(path, lambda content, file=file, size=size: content["files"].update({file.name: size}))
         kind, text = ended(lambda path=path: load({"x": torch.zeros(2), "step": 0}, path))
-        assert kind == "CheckpointError" and f"{file} cannot be read: it is no regular file" in text, text
+        assert kind == "CheckpointError" and f"{file} cannot be read: it is not a regular file" in text, text
         assert ended(lambda path=path: latest(path.parent)) == ("nothing", "None")
         pipe(path / "index.json")
         kind, text = ended(lambda path=path: load({"step": 0}, path))
-        assert kind == "CheckpointError" and "index.json cannot be read: it is no regular file" in text, text
+        assert kind == "CheckpointError" and "index.json cannot be read: it is not a regular file" in text, text
         assert ended(lambda path=path: latest(path.parent)) == ("nothing", "None")
 
 

@@ -181,13 +181,13 @@ def test_refusals(tmp_path: Path, monkeypatch: Any) -> None:
     save_pretrained(weights(1.0), tmp_path, max_shard_size=40)
     before = {path.name for path in tmp_path.iterdir()}
     at(monkeypatch, "sync", lambda: next(tmp_path.glob(".model-00001*")).unlink(), ".model.safetensors.index")
-    with pytest.raises(CheckpointError, match=r"was not saved: .*\.incomplete has been removed or changed"):
+    with pytest.raises(CheckpointError, match=r"was not saved: .*\.incomplete was removed or changed"):
         save_pretrained(weights(2.0), tmp_path, max_shard_size=70)
     monkeypatch.setattr(disk, "watcher", None)
     monkeypatch.setattr(disk, "_PATIENCE", 0.05)
     with (
         disk.alone_in(tmp_path),
-        pytest.raises(CheckpointError, match="was not saved: another program is renaming its files there"),
+        pytest.raises(CheckpointError, match="was not saved: another program has been renaming files"),
     ):
         save_pretrained(weights(2.0), tmp_path, max_shard_size=40)
     assert {path.name for path in tmp_path.iterdir()} == before and value_of(tmp_path) == 1.0
@@ -206,7 +206,7 @@ def test_weights_that_are_replaced_while_they_are_opened(tmp_path: Path, monkeyp
     monkeypatch.setattr(pretrained, "TensorFile", replace)
     assert value_of(tmp_path) == 3.0
     values = iter([float(i) for i in range(10)])
-    with pytest.raises(CheckpointError, match="was replaced 5 times while it was opened"):
+    with pytest.raises(CheckpointError, match="was replaced 5 times while it was being opened"):
         value_of(tmp_path)
 
 

@@ -83,7 +83,9 @@ def test_files_of_two_saves(tmp_path: Path) -> None:
         save_pretrained(job(0)["model"], tmp_path / name, max_shard_size=64)
     names = sorted(path.name for path in (tmp_path / "one").glob("*.safetensors"))
     (tmp_path / "one" / names[0]).write_bytes((tmp_path / "other" / names[0]).read_bytes())
-    with pytest.raises(CheckpointError, match=rf"the files of {tmp_path / 'one'} are of different saves: {names[0]}"):
+    with pytest.raises(
+        CheckpointError, match=rf"the files of {tmp_path / 'one'} come from different saves: {names[0]}"
+    ):
         load_pretrained(job(1)["model"], tmp_path / "one")
 
 
@@ -156,5 +158,5 @@ def test_a_file_that_is_cut_meanwhile(tmp_path: Path, monkeypatch: pytest.Monkey
     """The file is cut while checksums are computed."""
     path = save({"x": torch.ones(2)}, tmp_path / "step-1")
     monkeypatch.setattr("os.preadv", lambda *_: 0)
-    with pytest.raises(CheckpointError, match="has become shorter while it was read"):
+    with pytest.raises(CheckpointError, match="became shorter while it was being read"):
         load({"x": torch.zeros(2)}, path)

@@ -25,7 +25,7 @@ from tests.support.in_threads import failures_in_threads
 FORK = multiprocessing.get_context("fork")
 RUN = "0123456789abcdef"
 #: The message of a save that came too late.
-LATE = ("was not saved: ", "is there already")
+LATE = ("was not saved: ", "exists already")
 
 
 def state(step: int) -> dict[str, Any]:

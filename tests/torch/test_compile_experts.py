@@ -62,7 +62,7 @@ def compiled_around(mesh: Any) -> None:
     said = [str(w.message) for w in told if "runs outside of compiled code" in str(w.message)]
     assert len(said) == 1 and said[0].startswith("'experts'"), said
     fresh()
-    with pytest.raises(Exception, match=r"HyperParallel: a module of which torch.compile cannot"):
+    with pytest.raises(Exception, match=r"HyperParallel: a module whose style torch.compile cannot"):
         torch.compile(copy.deepcopy(eager), backend=graphs.backend, fullgraph=True)(x)
 
 

@@ -321,7 +321,7 @@ def units(mesh: Any) -> None:
             same_gradients(model, single)
         assert graphs.graphs >= 4  # each half, forward and backward
         fresh()
-        with pytest.raises(Exception, match="HyperParallel: a unit of data parallelism, which is not compiled itself"):
+        with pytest.raises(Exception, match="HyperParallel: a unit of data parallelism, which cannot be compiled"):
             torch.compile(model, backend="eager", fullgraph=True)(xs[0])
         with pytest.raises(RuntimeError, match="is being compiled, which is not supported"), torch.no_grad():
             torch.export.export(model, (xs[0],), strict=False)

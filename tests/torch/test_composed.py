@@ -222,7 +222,7 @@ def test_out_of_several() -> None:
     values, places = torch.sort(x, out=out)
     assert values is out[0] and places is out[1]
     close(values, operands()["x"].sort().values)
-    with pytest.raises(TypeError, match="needs one tensor for each result, not 1"):
+    with pytest.raises(TypeError, match="needs one tensor for each result, got 1"):
         torch.sort(x, out=(out[0],))
 
 

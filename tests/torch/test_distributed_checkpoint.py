@@ -319,7 +319,7 @@ def one_file_of_parts(mesh: Any, folder: str) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     state = {"rows": placed(mesh, values=True)["rows"]}
-    with pytest.raises(BaseException, match=r"'rows' of shape \(7, 5\) is cut: give it save_distributed=True"):
+    with pytest.raises(BaseException, match=r"'rows' of shape \(7, 5\) is sharded: pass save_distributed=True to it"):
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder), process_group=mesh.get_group())
 
 
@@ -328,7 +328,7 @@ def sums(mesh: Any, folder: str) -> None:
     import torch.distributed.checkpoint as dcp
 
     state = {"sum": DTensor.from_local(torch.ones(2, device=device()), mesh, [Partial()])}
-    with pytest.raises(BaseException, match="each rank holds a summand: redistribute it"):
+    with pytest.raises(BaseException, match="a partial tensor: redistribute it"):
         dcp.save(state, checkpoint_id=folder, process_group=mesh.get_group())
 
 
@@ -346,7 +346,7 @@ def misplaced(mesh: Any) -> None:
     start = 4 * mesh.get_local_rank()
     assert torch.equal(x.__get_tensor_shard__(MetadataIndex("rows")), x.to_local())
     assert x.__get_tensor_shard__(MetadataIndex("rows", torch.Size([start, 0]))).data_ptr() == x.to_local().data_ptr()
-    with pytest.raises(ValueError, match=r"no part of 'rows' that begins at torch.Size\(\[1, 0\]\)"):
+    with pytest.raises(ValueError, match=r"no shard of 'rows' at offset torch.Size\(\[1, 0\]\)"):
         x.__get_tensor_shard__(MetadataIndex("rows", torch.Size([1, 0])))
 
 

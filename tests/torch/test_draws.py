@@ -68,7 +68,7 @@ def test_draws_of_the_first_rank_count(pool: Any, world_size: int, name: str) ->
 @spmd.on_mesh()
 def drawn_in_place(mesh: Any) -> None:
     x = DTensor.from_local(tensor(floats(4, 4)), mesh)
-    with pytest.raises(ValueError, match="draws random numbers and writes"):
+    with pytest.raises(ValueError, match="draws random numbers in place"):
         F.rrelu(x, training=True, inplace=True)
 
 

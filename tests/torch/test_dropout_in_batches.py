@@ -82,7 +82,7 @@ def refused(mesh: Any, how: str) -> str:
 def test_a_part_of_the_module_is_computed_again(pool: Any) -> None:
     """Recomputing a part of the module would drop other elements than forward: its samples are no longer known."""
     for error in pool.run(4, refused, "checkpointed inside"):
-        assert error.startswith("dropout of a part of a batch is computed again in backward"), error
+        assert error.startswith("dropout of a shard of a batch is recomputed in backward"), error
 
 
 @on_mesh(2, 2, names=("dp", "tp"))

@@ -111,7 +111,7 @@ def test_search_knows_experts() -> None:
     inside = {"layers.*.experts": ExpertParallel()}
     found = search(model, 8, {"tp": PLAN}, ids, tensor_parallel=[2], experts=inside, recompute=[False])
     assert {c.ep for c in found.candidates} == {1, 2, 4}
-    with pytest.raises(ValueError, match=r"experts='layer.*' names no module"):
+    with pytest.raises(ValueError, match=r"experts='layer.*' matches no module"):
         search(model, 8, {"tp": PLAN}, ids, experts={"layer.*": ExpertParallel()})
     with pytest.raises(ValueError, match="experts need a mesh with the dimensions 'dp' and 'ep'"):
         dry_run(model, {"dp": 8, "tp": 1}, None, ids, experts=EXPERTS)

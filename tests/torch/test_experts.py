@@ -196,15 +196,15 @@ def of_transformers_by_hand(mesh: Any, case: str) -> None:
 def refused_meshes(mesh: Any) -> None:
     other = DeviceMesh(None, np.arange(4).reshape(2, 2))
     for tp, over in ((mesh["tp"], mesh), (mesh["tp"], other), (other[1], other[0])):
-        with pytest.raises(ValueError, match="is no 1-D slice of the mesh"):
+        with pytest.raises(ValueError, match="is not a 1-D slice"):
             parallelize_model(precise("mixtral"), tp, expert_parallel=over)
-    with pytest.raises(ValueError, match="has no whole experts"):
+    with pytest.raises(ValueError, match="has no expert parallelism"):
         parallelize_model(precise("mixtral"), mesh["tp"], expert_parallel=mesh["dp"], plan=WITHOUT)
-    with pytest.raises(ValueError, match="no routes that could be masked: give the mesh"):
+    with pytest.raises(ValueError, match="tokens cannot be sent to ranks of their experts"):
         parallelize_model(precise("llama 4"), mesh["tp"], expert_parallel=True)
     model = parallelize_model(precise("llama 4"), mesh["tp"], expert_parallel=mesh["dp"])
     experts, like = model.model.layers[0].feed_forward.experts, {"dtype": torch.float64, "device": mesh.device_type}
-    with pytest.raises(ValueError, match=r"is called with a DTensor.*a plain batch of its own"):
+    with pytest.raises(ValueError, match=r"is called with a DTensor.*a plain batch on each rank"):
         experts(distribute_tensor(torch.ones(8, 32, **like), mesh["dp"], [Shard(0)]))
     with pytest.raises(ValueError, match="the arguments are neither"):
         experts(torch.ones(7, 32, **like))

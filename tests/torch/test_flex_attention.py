@@ -270,9 +270,9 @@ def read_by_functions(mesh: Any) -> None:
         "function": lambda x: (lambda f: lambda score, b, h, q, kv: f(2 * score, b, h, q, kv))(table(x)),
         "module": held,
         "method": lambda x: held(x).method,
-        "inside of a module": lambda x: held(x).inside(),
+        "inside a module of the plan": lambda x: held(x).inside(),
     }
-    for name in makes if everything() else ("closure", "list", "method", "inside of a module"):
+    for name in makes if everything() else ("closure", "list", "method", "inside a module of the plan"):
         make = makes[name]
         for placements in (HEADS, BATCH) if name in ("closure", "method") else (HEADS,):
             compare(mesh, placements, operands(), f"{name} {placements}", [rows], make=make)
@@ -325,7 +325,7 @@ def refused(mesh: Any) -> None:
         (lambda: flex_attention(q, k, v, block_mask=mask[:, :, :1]), "sliced BlockMask"),
         (lambda: flex_attention(q[:, :, 1:], k, v, block_mask=mask), "block mask is for"),
         (lambda: flex_attention(q, k, v, block_mask=deep), "batch or 1, heads or 1, blocks"),
-        (lambda: flex_attention(q, k, v, block_mask=of_dtensors), "made of DTensors"),
+        (lambda: flex_attention(q, k, v, block_mask=of_dtensors), "consists of DTensors"),
         (lambda: flex_attention(q, operands(2, 1)[1], v), "plain"),
     ]
     for number, (call, words) in enumerate(cases):

@@ -81,7 +81,7 @@ def nested() -> Any:
 
 KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "torch's DTensor": (of_torch, "torch's own DTensor", "full_tensor()"),
-    "wrapper": (lambda: Wrapper(randn(4, 6)), "Wrapper", "plain tensor that it stands for"),
+    "wrapper": (lambda: Wrapper(randn(4, 6)), "Wrapper", "plain tensor that it represents"),
     "quantised": (quantised, "quantised", "dequantize()"),
     "sparse": (lambda: on_host(4, 6).to_sparse(), "sparse_coo", "to_dense()"),
     "compressed": (lambda: on_host(4, 6).to_sparse_csr(), "sparse_csr", "to_dense()"),

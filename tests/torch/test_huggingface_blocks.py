@@ -151,11 +151,11 @@ def test_mixers_under_fully_shard(pool: Any, title: str) -> None:
 @on_mesh()
 def refused(mesh: Any) -> None:
     """Blocks that the ranks cannot share are refused, and so are changed blocks. Both stay as they are."""
-    with pytest.raises(ValueError, match="15 features inside of each expert, which 2 ranks cannot share"):
+    with pytest.raises(ValueError, match="15 features inside each expert, which do not divide over 2 ranks"):
         parallelize_model(build("gpt oss", intermediate_size=15), mesh)
     model = row_of("Mamba").make()
     model.backbone.layers[0].mixer.gain = torch.nn.Parameter(torch.ones(64))
-    with pytest.raises(ValueError, match="holds the parameters 'gain', which its known plan does not name"):
+    with pytest.raises(ValueError, match="has the parameters 'gain', which the library's plan for it lacks"):
         parallelize_model(model, mesh)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
     del model.backbone.layers[0].mixer.gain

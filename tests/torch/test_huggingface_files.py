@@ -104,7 +104,7 @@ def test_several_tensors_of_files_are_one_of_the_model() -> None:
     assert both.shape == (2, 4, 3)
     assert [part.offsets for part in both.parts] == [(0, 0, 0), (1, 0, 0), (0, 2, 0), (1, 2, 0)]
     assert {part.sizes for part in both.parts} == {(1, 2, 3)}
-    with pytest.raises(ValueError, match=r"by Chunk, which is not known here: load with from_pretrained"):
+    with pytest.raises(ValueError, match=r"by Chunk, which is not supported: load the model with from_pretrained"):
         one_of("a", experts, converter(Chunk(dim=0)))
     with pytest.raises(ValueError, match=r"lack parts of 'a'"):
         one_of("a", [experts[0], experts[1][:1]], converter(MergeModulelist(dim=0), Concatenate(dim=1)))
@@ -116,5 +116,5 @@ def test_two_tensors_of_one_name() -> None:
     arrange = arrangement(build("gpt neox"))
     assert arrange is not None
     assert list(arrange({"embed_out.weight": stored("x", 2)})) == ["lm_head.weight"]
-    with pytest.raises(ValueError, match=r"would be called 'lm_head.weight'"):
+    with pytest.raises(ValueError, match=r"would get the name 'lm_head.weight'"):
         arrange({"lm_head.weight": stored("x", 2), "embed_out.weight": stored("y", 2)})

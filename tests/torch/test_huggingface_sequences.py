@@ -172,25 +172,25 @@ def wrong(mesh: Any) -> None:
     other = build("llama")
     other._supports_attention_backend = False
     refusals: list[tuple[str, Callable[[], Any]]] = [
-        ("leave labels out", lambda: model(input_ids=part, position_ids=positions, labels=part)),
+        ("Leave labels out", lambda: model(input_ids=part, position_ids=positions, labels=part)),
         ("without position_ids", lambda: model(part)),
         ("the same position_ids", lambda: model(input_ids=part, position_ids=same)),
         ("hides tokens", lambda: model(part, hiding, positions)),
         ("hides tokens", lambda: model.model(part, hiding, positions)),
-        ("one of the whole sequence", lambda: model(part, whole[:, :3], positions)),
-        ("one of the whole sequence", lambda: model(part, hiding[:, None, None], positions)),
-        ("is of a copy", lambda: copied.model.layers[0](x, position_embeddings=tables)),
+        ("that of the full sequence", lambda: model(part, whole[:, :3], positions)),
+        ("that of the full sequence", lambda: model(part, hiding[:, None, None], positions)),
+        ("belongs to a copy", lambda: copied.model.layers[0](x, position_embeddings=tables)),
         ("softcap", lambda: capped(input_ids=part, position_ids=positions)),
         (
-            "a mask, which is not possible",
+            "a mask, which is not supported",
             lambda: model.model.layers[0](x, hiding[:, None, None], position_embeddings=tables),
         ),
-        ("has sinks", lambda: parallelize_model(sinking, mesh)),
+        ("has attention sinks", lambda: parallelize_model(sinking, mesh)),
         ("balance its experts", lambda: routed(part, position_ids=positions, output_router_logits=True)),
         ("mixes positions", lambda: parallelize_model(convolved, mesh)),
         ("largest position", lambda: parallelize_model(by_length, mesh)),
         ("of the kinds", lambda: parallelize_model(odd, mesh)),
-        ("from transformers' interface", lambda: parallelize_model(other, mesh)),
+        ("the attention interface of transformers", lambda: parallelize_model(other, mesh)),
     ]
     for words, call in refusals:
         with check_ranks(mesh), pytest.raises(ValueError, match=words):
@@ -205,7 +205,7 @@ def test_wrong_use(pool: Any) -> None:
 def wrong_mesh(mesh: Any) -> None:
     from hyper_parallel.integrations.huggingface import parallelize_model
 
-    with pytest.raises(ValueError, match="one more dimension 'cp' at most"):
+    with pytest.raises(ValueError, match="a 2-D mesh with the dimension 'cp'"):
         parallelize_model(build("llama"), mesh)
 
 

@@ -151,7 +151,7 @@ def refused(mesh: Any) -> None:
     model = adapted(build("llama"), ["q_proj"])
     layer = next(module for path, module in model.named_modules() if path.endswith("0.self_attn.q_proj"))
     layer.lora_magnitude_vector = torch.nn.ModuleDict({"default": torch.nn.Identity()})
-    expect("as DoRA does", model)
+    expect("as in DoRA", model)
     layer.lora_magnitude_vector = torch.nn.ModuleDict()
     if type(layer).__name__ == "Adapted":
         vars(layer)["merged_adapters"] = ["default"]
@@ -175,7 +175,7 @@ def refused(mesh: Any) -> None:
     expect("which is for parameters of experts", build("llama"), plan={"model.layers.*.mlp": "grouped_gemm"})
     expect("has no qk_rope_head_dim", build("llama"), plan={"model.layers.*.self_attn.k_proj": "mla_kv_a_proj"})
     expect("not its parameters 'sinks'", build("granite, sinks"), plan={"model.layers.*.self_attn.sinks": None})
-    with pytest.raises(ValueError, match="found no LoRA adapters that are whole"):
+    with pytest.raises(ValueError, match="found no unsharded LoRA adapters"):
         parallelize_adapters(adapted(build("llama"), ["q_proj"]), mesh)
 
 

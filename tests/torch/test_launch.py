@@ -47,7 +47,7 @@ def test_backend(environ: dict[str, str], wanted: str) -> None:
 
 
 def test_backend_that_torch_does_not_have() -> None:
-    with pytest.raises(ValueError, match="HYPER_PARALLEL_TORCH_BACKEND=glue: this torch has no such backend"):
+    with pytest.raises(ValueError, match="HYPER_PARALLEL_TORCH_BACKEND=glue: this torch does not have this backend"):
         chosen_backend("nccl", {BACKEND_VARIABLE: "glue"})
 
 
@@ -102,10 +102,10 @@ def test_no_thread_of_gloo_outlives_a_program() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"RANK": "x"}, "RANK='x': launchers set a whole number from 0"),
-        ({"RANK": "-1"}, "RANK='-1': launchers set a whole number from 0"),
+        ({"RANK": "x"}, "RANK='x' is invalid: the variable must be an integer of at least 0"),
+        ({"RANK": "-1"}, "RANK='-1' is invalid: the variable must be an integer of at least 0"),
         ({"RANK": "2"}, "RANK=2 and WORLD_SIZE=2: ranks are 0 to 1"),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0': launchers set a whole number from 1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0' is invalid: the variable must be an integer of at least 1"),
         ({"LOCAL_RANK": ""}, "LOCAL_RANK='': launchers"),
         ({"MS_ROLE": "MS_WORKER", "MS_WORKER_NUM": "two"}, "MS_WORKER_NUM='two': launchers"),
     ],

@@ -142,7 +142,7 @@ def backward_outside(mesh: Any) -> None:
     batch = shard_sequence({"ids": ids}, mesh)
     model = fresh()
     model.reentrant = True
-    with pytest.raises(ValueError, match="ends before backward"), context_parallel(mesh, length=LENGTH):
+    with pytest.raises(ValueError, match="ended before backward"), context_parallel(mesh, length=LENGTH):
         model(batch["ids"], batch["position_ids"])
     with torch.no_grad(), context_parallel(mesh, length=LENGTH):
         evaluated = model(batch["ids"], batch["position_ids"])

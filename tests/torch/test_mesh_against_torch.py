@@ -95,7 +95,7 @@ def functional(mesh: Any) -> None:
             close(funcol.wait_tensor(call((mesh, mesh.mesh_dim_names[dim]))), expected)
             close(funcol.wait_tensor(call(mesh[dim])), expected)
     close(funcol.wait_tensor(funcol.all_reduce(x, "sum", mesh._flatten("all"))), torch.full((2,), 6.0))
-    with fails(ValueError, "say which"):
+    with fails(ValueError, "name one"):
         funcol.all_reduce(x, "sum", mesh)
 
 

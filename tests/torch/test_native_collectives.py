@@ -340,12 +340,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "partial sums": (
         lambda m: all_reduce(placed(m, Partial()), group=m["tp"].get_group()),
         ValueError,
-        r"summands of one value: reduce it with redistribute\(\)",
+        r"a partial sum: reduce it with redistribute\(\)",
     ),
     "largest of partial sums": (
         lambda m: all_reduce(placed(m, Partial()), op=ReduceOp.MAX, group=m["dp"].get_group()),
         ValueError,
-        r"redistribute\(\) it first",
+        r"call redistribute\(\) first",
     ),
     "one of several": (
         lambda m: dist.all_reduce_coalesced([placed(m, Replicate()), placed(m, Shard(0))]),
@@ -361,12 +361,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "uneven shards": (
         lambda m: all_gather(empty(2), placed(m, Shard(0), 3, 4), group=m["tp"].get_group()),
         ValueError,
-        "shards differ in size",
+        "the shards have different sizes",
     ),
     "rows of shards": (
         lambda m: all_gather_into_tensor(placed(m, Shard(0), 8, 4), placed(m, Shard(0)), group=m["dp"].get_group()),
         ValueError,
-        r"does not join or cut the global ones in the same way. Give .* to_local\(\)",
+        r"is not the same operation on the global tensors. Pass .* to_local\(\)",
     ),
     "to a rank with another shard": (
         lambda m: send(placed(m, Shard(0)), int(m["tp"].ranks[1 - m.get_local_rank("tp")])),
@@ -378,7 +378,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
             distribute_tensor(torch.ones(2), m, [Replicate(), Shard(0)]), empty(2), group=m["dp"].get_group()
         ),
         ValueError,
-        "would differ afterwards",
+        "would differ between ranks afterwards",
     ),
     "functional": (
         lambda m: functional.all_reduce(placed(m, Replicate()), "sum", m["dp"].get_group()),

@@ -184,12 +184,12 @@ def refused(mesh: Any) -> None:
 
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["exp_avg"] += dist.get_rank()
-    check("they differ from rank to rank.*set broadcast_from_rank0=True", full, other)
+    check("the ranks passed different ones.*set broadcast_from_rank0=True", full, other)
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["step"] += dist.get_rank()
-    check("they differ from rank to rank", full, other)
-    check("has whole plain tensors, and these are DTensors: .*up.weight.exp_avg", full, shards)
-    check("has whole plain tensors, and these are DTensors: .*exp_avg", first, {} if dist.get_rank() else shards)
+    check("the ranks passed different ones", full, other)
+    check("needs full plain tensors, but these are DTensors .*up.weight.exp_avg", full, shards)
+    check("needs full plain tensors, but these are DTensors .*exp_avg", first, {} if dist.get_rank() else shards)
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["exp_avg"] = torch.zeros(4, 6, device=device())
     for options in (full, first):
@@ -203,7 +203,7 @@ def refused(mesh: Any) -> None:
     for name, p in zip(whole["param_groups"][0]["params"], optimizer.param_groups[0]["params"], strict=True):
         optimizer.state[p] = whole["state"][name]
     optimizer.state = dict(optimizer.state)  # another object, as `load_state_dict` makes
-    with pytest.raises(ValueError, match=r"or whose whole state was loaded.*set_optimizer_state_dict"):
+    with pytest.raises(ValueError, match=r"an unsharded state was loaded.*set_optimizer_state_dict"):
         step(model, [optimizer], 1)
 
 

@@ -108,7 +108,7 @@ def kernels_over_lists(mesh: Any) -> None:
     with pytest.raises(ValueError, match="plain tensor"):
         torch._foreach_add_([a], [full(a)])
     if mesh.size() > 1:
-        with pytest.raises(ValueError, match="_fused_sgd_ needs tensors that have equal layouts"):
+        with pytest.raises(ValueError, match="_fused_sgd_ needs tensors with equal layouts"):
             zeros = dict.fromkeys(["weight_decay", "momentum", "lr", "dampening"], 0.0)
             torch._fused_sgd_([a], [whole], [], is_first_step=True, nesterov=False, maximize=False, **zeros)
 

@@ -259,7 +259,7 @@ def initialisation(mesh: Any) -> None:
 
 @on_mesh()
 def initialising_a_partial_sum(mesh: Any) -> None:
-    with pytest.raises(TypeError, match="partial sum"):
+    with pytest.raises(TypeError, match="partial tensor"):
         nn.init.normal_(DTensor.from_local(randn(3), mesh, [Partial()]))
 
 

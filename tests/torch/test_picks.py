@@ -174,7 +174,7 @@ def refused() -> None:
     mesh = spmd.device_mesh(4)
     x = distribute_tensor(torch.zeros(6, 4, device=device()), mesh, [Shard(0)])
     mask = distribute_tensor(torch.arange(24, device=device()).reshape(6, 4) > 3, mesh, [Shard(0)])
-    with pytest.raises(ValueError, match="the mask selects 20 elements, and the source has 8"):
+    with pytest.raises(ValueError, match="the mask selects 20 elements, but the source has 8"):
         x.masked_scatter(mask, distribute_tensor(torch.zeros(2, 4, device=device()), mesh))
     if device().type == "cuda":
         return  # there torch ends the process: "device-side assert triggered"

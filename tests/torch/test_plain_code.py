@@ -270,12 +270,12 @@ def corners(mesh: Any) -> None:
         assert not following.findings, following
         # A gradient that is a summand already is not to be summed again.
         DTensor.from_local(summed, tp, [Replicate()])
-        assert [f.kind for f in following.findings] == ["input"] and "once more" in str(following)
+        assert [f.kind for f in following.findings] == ["input"] and "twice" in str(following)
         # Two meshes, an operand that is written to, a number that is read, an unknown function in place.
         assert isinstance(ways(x * part(data, 0, dp)), Lost)
         assert isinstance(ways(torch.polygamma(1, part(data, 1), out=part(data.clone(), 1))), Lost)
         part(data, 1).sum().item()
-        assert any("reads numbers" in note for note in following.notes)
+        assert any("reads values" in note for note in following.notes)
         # Nothing is known of what was computed of such.
         lost = torch.linalg.lstsq(part(data, 1), data)[0]
         assert isinstance(ways(lost + 1), Lost) and "lstsq" in str(following) and "not followed" in str(ways(lost))

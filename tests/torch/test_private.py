@@ -278,7 +278,7 @@ def test_an_untested_torch_is_mentioned_when_it_is_used(monkeypatch: pytest.Monk
     platform = type(hyper_parallel.get_platform())
     monkeypatch.setattr(versions, "_warned", set())
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    with pytest.warns(RuntimeWarning, match=r"tested with torch 2\.13\.0, .* and this is 2\.99\.0"):
+    with pytest.warns(RuntimeWarning, match=r"tested with torch 2\.13\.0, .* but the installed version is 2\.99\.0"):
         platform()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

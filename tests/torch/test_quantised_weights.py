@@ -190,7 +190,7 @@ def refused(mesh: Any, kind: str) -> None:
             QUANTISE[kind](model)
         with (
             CommDebugMode() as comm,
-            pytest.raises(ValueError, match=r"Int8\w+, which computes.*cut by hand") as caught,
+            pytest.raises(ValueError, match=r"Int8\w+, a tensor subclass.*shard them by hand") as caught,
         ):
             model(x)
         assert "weight'" in str(caught.value)

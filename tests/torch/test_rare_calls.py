@@ -165,7 +165,7 @@ def squeezing_what_is_sharded(mesh: Any) -> None:
     assert x.squeeze_() is x and x.placements == (Shard(0),)
     close(x, randn(mesh.size() + 1, 3))
     x = shard(randn(1, 3), mesh, Shard(0))
-    with pytest.raises(ValueError, match=r"squeeze_ cannot remove a dimension that is sharded.* use x = x.squeeze"):
+    with pytest.raises(ValueError, match=r"squeeze_ cannot remove a sharded dimension.* use x = x.squeeze"):
         x.squeeze_(0)
     close(x, randn(1, 3), "after the error")
     close(x.squeeze(0), randn(1, 3)[0])

@@ -120,7 +120,7 @@ def hooks_on_nodes(mesh: Any) -> None:
 def data_of_a_computed_tensor(mesh: Any) -> None:
     x = shard(randn(5, 3), mesh, Shard(0)).requires_grad_()
     y = 2 * x
-    with pytest.raises(ValueError, match=r"needs a value like it, .*redistribute the value first"):
+    with pytest.raises(ValueError, match=r"needs a value placed .*redistribute the value first"):
         y.data = shard(randn(5, 3, seed=1), mesh, Replicate())
     y.data = shard(randn(5, 3, seed=1), mesh, Shard(0))
     (y * y).sum().backward()

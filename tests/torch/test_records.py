@@ -172,7 +172,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="takes a module of the platform"):
         record(tmp_path, "model").__enter__()
     for largest in (0, True, 1.5):
-        with pytest.raises(ValueError, match="number of elements from 1 on"):
+        with pytest.raises(ValueError, match="number of elements, at least 1"):
             record(tmp_path, largest=largest)  # type: ignore[arg-type]
 
 

@@ -111,7 +111,7 @@ def exchanged_in_forward(mesh: Any) -> None:
         "'weight'",
         "'down'",
         "fully_shard",
-        "call the module that fully_shard was applied to",
+        "call the unit",
     )
 
 

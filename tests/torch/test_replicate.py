@@ -208,7 +208,9 @@ def accumulated(mesh: Any) -> None:
     with copied.no_sync():
         loss_of(copied(ids[rank])).backward()
         check(plain, copied, "not seen yet")
-    with pytest.raises(ValueError, match="is called with distributed inputs, and has gradients of plain ones"):
+    with pytest.raises(
+        ValueError, match="is called with distributed inputs, but has accumulated gradients of plain inputs"
+    ):
         copied(distribute_tensor(torch.cat(ids), mesh, [Shard(0)]))
     with pytest.raises(TypeError, match="True or False"):
         copied.set_requires_gradient_sync(1)

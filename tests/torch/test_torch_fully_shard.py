@@ -493,7 +493,7 @@ def other_mesh(mesh: Any) -> None:
 def without_root(mesh: Any) -> None:
     alone = init_device_mesh(None, (2,), mesh_dim_names=("tp",))
     if alone.get_coordinate() is None:
-        raise ValueError("fully_shard: parameter of another mesh give fully_shard the data-parallel dimension")
+        raise ValueError("fully_shard: parameter of another mesh use dimensions of one mesh for fully_shard")
     model = parallelize_module(decoder(), alone, {"block.feed_forward.up": ColwiseParallel()})
     fully_shard(model, mesh=mesh["dp"].to_torch())
 
@@ -530,15 +530,15 @@ def after(mesh: Any) -> None:
 
 REFUSED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
     (packed, ValueError, r"parameter 'block.feed_forward.up.weight'.*no counterpart of PackedShard.*redistribute"),
-    (same_dimension, ValueError, r"'embedding.weight'.* ranks \[\d, \d\] in common with .*mesh=mesh\['dp'\]"),
-    (whole_mesh, ValueError, r"'embedding.weight'.* in common with .*mesh=mesh\['dp'\].to_torch\(\)"),
-    (other_mesh, ValueError, r"is one of another mesh.*mesh=mesh\['dp'\].to_torch\(\)"),
-    (without_root, ValueError, r"another mesh.*give fully_shard the data-parallel dimension"),
+    (same_dimension, ValueError, r"'embedding.weight'.* shares the ranks \[\d, \d\] with .*mesh=mesh\['dp'\]"),
+    (whole_mesh, ValueError, r"'embedding.weight'.* shares the ranks .*mesh=mesh\['dp'\].to_torch\(\)"),
+    (other_mesh, ValueError, r"belongs to another mesh.*mesh=mesh\['dp'\].to_torch\(\)"),
+    (without_root, ValueError, r"another mesh.*use dimensions of one mesh for fully_shard"),
     (two_units, ValueError, r"'head.weight'.*belongs to another unit already.*fully_shard\(\[module, other\]\)"),
     (some_ranks, ValueError, r"dp_mesh_dims.*mesh=mesh\['dp'\].to_torch\(\)"),
-    (sharded_here, ValueError, r"in common with.*Where hyper_parallel's fully_shard has sharded it, that is enough"),
+    (sharded_here, ValueError, r"shares the ranks.*If hyper_parallel's fully_shard has sharded the parameter already"),
     (sharded_there, TypeError, r"'block\..*torch's own DTensor"),
-    (after, TypeError, r"torch's own DTensor.*apply parallelize_module before torch's fully_shard"),
+    (after, TypeError, r"torch's own DTensor.*Apply parallelize_module before torch's fully_shard"),
 ]
 
 

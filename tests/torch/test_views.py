@@ -148,21 +148,21 @@ def test_places_in_memory(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def refuse(mesh: Any) -> None:
-    """Views whose write cannot be brought back, and views that are out of date."""
+    """Views whose write cannot change the base tensor, and views that are out of date."""
     x = distribute_tensor(torch.ones(6, 5, device=device()), mesh, [Shard(0)])
     for view in (lambda x: x.diagonal(), lambda x: x.as_strided((2, 2), (5, 1)), lambda x: x.unfold(0, 2, 2)):
-        with pytest.raises(ValueError, match="the write cannot be brought back"):
+        with pytest.raises(ValueError, match="the write cannot change the base tensor"):
             view(x).mul_(2)
         view(x).clone().mul_(2)
     x.tensor_split(3)[1].mul_(2)
     torch.testing.assert_close(x.full_tensor()[:, 0].cpu(), torch.tensor([1.0, 1.0, 2.0, 2.0, 1.0, 1.0]))
     row = x[0]
     torch._foreach_mul_([x], 2.0)
-    with pytest.raises(ValueError, match="take the view again"):
+    with pytest.raises(ValueError, match="make the view again"):
         row.sum()
     row = x[0]
     nn.init.normal_(x)
-    with pytest.raises(ValueError, match="take the view again"):
+    with pytest.raises(ValueError, match="make the view again"):
         _ = row.shape
     assert x[0].shape == (5,)
 

@@ -45,7 +45,7 @@ def test_a_draft_is_no_checkpoint(tmp_path: Path) -> None:
     draft = save({"step": 2}, tmp_path / "step-2").rename(tmp_path / left)
     assert latest(tmp_path) == first
     for call in (lambda: load({"step": 0}, draft), lambda: tool.show(draft)):
-        with pytest.raises(CheckpointError, match="interrupted: it is no checkpoint"):
+        with pytest.raises(CheckpointError, match="an interrupted save, and not a checkpoint"):
             call()
     with pytest.raises(CheckpointError, match=r"there is no checkpoint at .*step-2"):
         load({"step": 0}, tmp_path / "step-2")

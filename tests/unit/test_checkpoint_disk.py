@@ -187,7 +187,9 @@ def test_ranks_that_cannot_tell_each_other(tmp_path: Path, monkeypatch: pytest.M
             through.gather(2)
     through.leave()
     assert not folder.exists()
-    with pytest.raises(CheckpointError, match="the other ranks have given up an asynchronous save: rank 0 was silent"):
+    with pytest.raises(
+        CheckpointError, match="the other ranks have abandoned an asynchronous save, because rank 0 did not respond"
+    ):
         through.gather(3)
 
 

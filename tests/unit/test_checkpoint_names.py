@@ -75,7 +75,7 @@ def test_what_an_index_says_of_the_run(tmp_path: Path, run: Any) -> None:
     job = jobs.prepare({"step": 5}, tmp_path / "step-5", Alone(), get_platform(), None, False, False, False)
     put(path, "run", run)
     for call in (lambda: load({"step": 0}, path), lambda: tool.show(path)):
-        with pytest.raises(CheckpointError, match=r"index\.json is damaged: .* identifies no run"):
+        with pytest.raises(CheckpointError, match=r"index\.json is damaged: .* is not the identifier of a run"):
             call()
     assert latest(tmp_path) is None
     assert latest(save({"step": 2}, tmp_path / "step-2", keep=1).parent) == tmp_path / "step-2"
@@ -90,7 +90,9 @@ def test_what_an_index_says_of_files(tmp_path: Path, name: str) -> None:
     """File names in an index are those that a save gives; nothing else is opened or looked for."""
     path = save({"step": 1}, tmp_path / "step-1")
     put(path, "files", {name: 3})
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged: .*a name that no save gives") as error:
+    with pytest.raises(
+        CheckpointError, match=r"index\.json is damaged: .*is not the name of a file of a checkpoint"
+    ) as error:
         load({"step": 0}, path)
     assert str(error.value).isprintable()
     assert latest(tmp_path) is None

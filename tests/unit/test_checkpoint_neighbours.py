@@ -123,6 +123,6 @@ def test_hidden_names_that_mean_nothing(tmp_path: Path) -> None:
 
 def test_files_that_are_none(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    for name, words in (("pipe", "it is no regular file"), (".", "Is a directory"), ("lost", "No such file")):
+    for name, words in (("pipe", "it is not a regular file"), (".", "Is a directory"), ("lost", "No such file")):
         with pytest.raises(CheckpointError, match=f"cannot be read: {words}"):
             TensorFile(tmp_path / name)

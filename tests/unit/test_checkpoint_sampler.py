@@ -86,7 +86,7 @@ def test_a_loader_that_draws_ahead() -> None:
     assert draw([other]) == [6, 7, 8, 9]
     assert draw([sampler]) == [7, 9]
     for wrong in (-1, 3):
-        with pytest.raises(ValueError, match=f"{wrong} samples cannot have been used: 2 were drawn"):
+        with pytest.raises(ValueError, match=f"{wrong} samples cannot have been used: this iteration has drawn 2"):
             sampler.set_used(wrong)
 
 
@@ -94,7 +94,7 @@ def test_refusals() -> None:
     for arguments in ((10, 2), (10, 2, 2), (10, 2, -1), (0, 1, 0)):
         with pytest.raises(ValueError, match="a sampler"):
             Sampler(*arguments)
-    with pytest.raises(ValueError, match="num_replicas and rank together, or mesh"):
+    with pytest.raises(ValueError, match="num_replicas and rank, or mesh"):
         Sampler(10, rank=1)
     with pytest.raises(ValueError, match="for 10 samples, and this data set has 11"):
         Sampler([*range(11)], 1, 0).load_state_dict(Sampler(10, 1, 0).state_dict())

@@ -61,7 +61,7 @@ def test_a_save_leaves_drafts_of_the_living_alone(tmp_path: Path) -> None:
 
 
 def test_a_late_save_is_told_who_was_there(tmp_path: Path) -> None:
-    who = rf"process {os.getpid()} on .* \(run {directories.run_of(tmp_path)}\) has put something under that name"
+    who = rf"process {os.getpid()} on .* \(run {directories.run_of(tmp_path)}\) created or removed this path"
     late, other = begin(tmp_path / "step-1", 1), begin(tmp_path / "step-3", 3)
     save({"step": 2}, tmp_path / "step-1")
     with pytest.raises(CheckpointError, match=rf"{who}.* Also saving there: another thread \(step-3\)\. Let one"):
@@ -81,7 +81,7 @@ def test_a_late_save_does_not_overwrite_what_it_has_not_seen(tmp_path: Path) -> 
     late = begin(tmp_path / "last", 4, overwrite=True)
     shutil.rmtree(tmp_path / "last")
     (tmp_path / "last").mkdir()
-    with pytest.raises(CheckpointError, match="another program has put something under that name or removed it"):
+    with pytest.raises(CheckpointError, match="another program created or removed this path"):
         late()
 
 
@@ -125,7 +125,7 @@ def test_a_draft_that_was_touched_gets_no_name(tmp_path: Path, monkeypatch: Any,
                 index.mkdir()
 
     once(monkeypatch, "sync", lambda name: name == draft.path.name, touch)
-    with pytest.raises(CheckpointError, match=r"step-1 was not saved: .*index\.json has been removed or changed"):
+    with pytest.raises(CheckpointError, match=r"step-1 was not saved: .*index\.json was removed or changed"):
         late()
     assert names(tmp_path) == set()
 

@@ -87,7 +87,7 @@ def test_launch_prints_its_command(capsys: pytest.CaptureFixture[str], tmp_path:
         assert launch._port_of(parser().parse_args(["launch", *how, str(script)])) == port
     assert 1024 < launch._port_of(parser().parse_args(["launch", str(script)])) < 65536
     assert "needs a script" in said(capsys, "launch", "-n", "2", status=2)
-    assert "there is no file" in said(capsys, "launch", "nothing.py", status=2)
+    assert "does not exist" in said(capsys, "launch", "nothing.py", status=2)
     assert "unknown platform" in said(capsys, "launch", "--platform", "none", str(script), status=2)
 
 
@@ -160,7 +160,7 @@ def test_explain(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "0 .. 3, each" in text and "backward: all_gather over tp" in text and picture.read_text().startswith("<svg")
     found = json.loads(said(capsys, "explain", *TINY, "--mesh", "dp=2,tp=2", "--forward-only", "--json"))
     assert found["mesh"] == {"dp": 2, "tp": 2} and {c["direction"] for c in found["collectives"]} == {"forward"}
-    assert "the plan is not possible" in said(capsys, "explain", *TINY, "--mesh", "16", status=2)
+    assert "the plan cannot be applied" in said(capsys, "explain", *TINY, "--mesh", "16", status=2)
 
 
 @makes_models
@@ -176,7 +176,7 @@ def test_dry_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "tp + sequence" in text and picture.read_text().startswith("<svg")
     tight = said(capsys, "dry-run", *TINY, "--mesh", "8", "--batch", "8", "--search", "--memory", "1kb", status=1)
     assert "does not fit" in tight
-    assert "does not divide over dp=64" in said(capsys, "dry-run", *TINY, "--mesh", "dp=64,tp=8", status=2)
+    assert "is not divisible by dp=64" in said(capsys, "dry-run", *TINY, "--mesh", "dp=64,tp=8", status=2)
     cut = ["--batch", "8", "--search", "--sequences", "--cp", "2", "--cp", "4", "--json"]
     ways = json.loads(said(capsys, "dry-run", *TINY, "--mesh", "8", *cut))["candidates"]
     ran = {(way["cp"], way["tp"], way["plan"]) for way in ways if way["run"]}
@@ -195,7 +195,7 @@ def test_a_model_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     own = ["--model", f"{file}:model", "--mesh", "4", "--input", "float32[2,4]"]
     assert "ColwiseParallel()" in said(capsys, "explain", *own, "--plan", f"{file}:plan")
     assert "matches no module" in said(capsys, "explain", *own, "--plan", f"{file}:wrong", status=1)
-    assert "give --plan" in said(capsys, "explain", *own, status=2)
+    assert "--plan is missing" in said(capsys, "explain", *own, status=2)
 
 
 @makes_models
@@ -225,7 +225,7 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     found = json.loads(said(capsys, *own, "--model", f"{file}:Scores", "--forward-only", "--json", status=1))
     assert not found["right"] and [f["where"] for f in found["findings"]] == [f"{file}:9"]
     # A value that is used for nothing is shown, and is nothing wrong.
-    assert "No module takes the result" in said(capsys, *own, "--model", f"{file}:Right")
+    assert "No module and no output of the model" in said(capsys, *own, "--model", f"{file}:Right")
     assert "'dwn' matches no module" in said(
         capsys, *own, "--plan", f"{file}:more", "--model", f"{file}:Right", status=1
     )
@@ -247,7 +247,7 @@ def test_check(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: 
     assert json.loads(said(capsys, *own[:-2], *named, "--json", status=1))["executed"]["ranks"] == 8
     assert checking._Model(f"{file}:Right", "bfloat16")().up.weight.dtype == get_platform().dtypes["bfloat16"]
     refused = said(capsys, "check", *TINY, "--mesh", "2", "--execute", status=2)
-    assert "llama-tiny has shapes and no values: give package.module:function" in refused
+    assert "llama-tiny has shapes but no values. Pass package.module:function" in refused
 
 
 @makes_models
@@ -276,11 +276,11 @@ def test_specifications() -> None:
         "write dtype": lambda: inputs_of(["float32"], "", 1, 1),
         "no dtype is called": lambda: inputs_of(["real[2]"], "", 1, 1),
         "write package.module:name": lambda: object_at("name"),
-        "there is no file": lambda: object_at("nothing.py:f"),
+        "does not exist": lambda: object_at("nothing.py:f"),
         "cannot be imported": lambda: object_at("no_such_package:f"),
         "has no 'f'": lambda: object_at("json:f"),
         "no model is called": lambda: model_of("llama", None),
-        "give --plan": lambda: plan_of(None, "a:b", True),
+        "--plan is missing": lambda: plan_of(None, "a:b", True),
     }.items():
         with pytest.raises(UsageError, match=wrong):
             message()

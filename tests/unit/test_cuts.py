@@ -157,9 +157,12 @@ def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int
         ((StridedShard(0, 2), Replicate()), r"split_factor of StridedShard.*mesh dimension 0.*use Shard\(0\)$"),
         ((StridedShard(0, 3), Shard(0)), r"\(3, 2\): use Shard\(0\), or StridedShard\(dim=0, split_factor=2\)"),
         ((Shard(0), StridedShard(0, 3)), r"mesh dimension 1.*use Shard\(0\)$"),
-        ((Shard(0), PackedShard(0, (4, 4))), r"PackedShard.*must be the first cut of tensor dimension 0"),
-        ((PackedShard(0, (4, 4)), PackedShard(0, (4, 4))), "one placement at most may be packed"),
-        ((PackedShard(0, (4, 4)), PackedShard(1, (1, 1))), "one placement at most may be packed"),
+        (
+            (Shard(0), PackedShard(0, (4, 4))),
+            r"PackedShard.*must be the first placement that shards tensor dimension 0",
+        ),
+        ((PackedShard(0, (4, 4)), PackedShard(0, (4, 4))), "at most one placement may be a PackedShard"),
+        ((PackedShard(0, (4, 4)), PackedShard(1, (1, 1))), "at most one placement may be a PackedShard"),
     ],
     ids=str,
 )

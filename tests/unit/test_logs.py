@@ -23,10 +23,10 @@ def test_wrong_words(wrong: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     """A call that asks for a backend raises it, and a command prints it, without a traceback."""
     monkeypatch.setenv(VARIABLE, wrong)
     for ask in (words, lambda: set_up(int), lambda: get_platform("no such backend")):
-        with pytest.raises(ValueError, match=f"HYPER_PARALLEL_LOG={wrong} is no level .*set it to info for"):
+        with pytest.raises(ValueError, match=f"HYPER_PARALLEL_LOG={wrong} is not a log level .*Set it to info for"):
             ask()
     assert main(["env"]) == 2
-    assert f"hyper-parallel env: HYPER_PARALLEL_LOG={wrong} is no level" in capsys.readouterr().err
+    assert f"hyper-parallel env: HYPER_PARALLEL_LOG={wrong} is not a log level" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("logger")

@@ -116,14 +116,17 @@ def test_everywhere(framework: Any) -> None:
 @pytest.mark.parametrize(
     ("wrong", "what"),
     [
-        (patch("fw.Tensor.gone"), r"fw.Tensor.gone is not there, and was there itself"),
-        (patch("fw.Tensor.inherited"), r"fw.Tensor.inherited is inherited, and was there itself"),
-        (patch("fw.Tensor.step", held="inherited"), r"fw.Tensor.step is there itself, and was inherited"),
-        (patch("fw.Tensor.step", held="absent"), r"fw.Tensor.step is there itself, and was not there"),
-        (patch("fw.table[Tensor]", held="absent"), r"fw.table\[Tensor\] is there itself, and was not there"),
-        (patch("fw.gone.clip"), r"fw.gone.clip is not there \("),
-        (patch("fw.table[Gone].step"), r"fw.table\[Gone\].step is not there \("),
-        (patch("gone.clip"), r"gone.clip is not there \("),
+        (patch("fw.Tensor.gone"), r"fw.Tensor.gone is missing, but expected to be defined there"),
+        (patch("fw.Tensor.inherited"), r"fw.Tensor.inherited is inherited, but expected to be defined there"),
+        (patch("fw.Tensor.step", held="inherited"), r"fw.Tensor.step is defined there, but expected to be inherited"),
+        (patch("fw.Tensor.step", held="absent"), r"fw.Tensor.step is defined there, but expected to be missing"),
+        (
+            patch("fw.table[Tensor]", held="absent"),
+            r"fw.table\[Tensor\] is defined there, but expected to be missing",
+        ),
+        (patch("fw.gone.clip"), r"fw.gone.clip does not exist \("),
+        (patch("fw.table[Gone].step"), r"fw.table\[Gone\].step does not exist \("),
+        (patch("gone.clip"), r"gone.clip does not exist \("),
         (patch("fw.clip", "fw.other"), r"fw.other is not the same object as fw.clip"),
         (patch("fw.clip", check=takes("x norm")), r"fw.clip takes \('x', 'limit'\) and not \('x', 'norm'\)"),
         (patch("fw.names"), r"fw.names is not a function;"),
@@ -133,14 +136,14 @@ def test_everywhere(framework: Any) -> None:
 def test_all_or_nothing(framework: Any, wrong: Patch, what: str) -> None:
     """A target that is not as expected stops all; the message gives the problem, the version, and the reason."""
     before, patches = state_of(framework), PatchSet("fw", "9.9", [*EVERY_KIND, wrong])
-    with pytest.raises(RuntimeError, match=rf"^fw 9\.9: {what}.*tested with 1.0 to 1.2.*numbers are wrong.*nothing"):
+    with pytest.raises(RuntimeError, match=rf"^fw 9\.9: {what}.*tested with 1.0 to 1.2.*numbers are wrong.*unchanged"):
         patches.install()
     assert state_of(framework) == before and "fw" not in installed() and patches.installed == ()
 
 
 def test_what_only_saves_time_is_left_out(framework: Any) -> None:
     patches = PatchSet("fw", "9.9", [patch("fw.gone", required=False), patch("fw.clip")])
-    with pytest.warns(RuntimeWarning, match=r"^fw 9.9: fw.gone is not there.*left out: numbers are wrong"):
+    with pytest.warns(RuntimeWarning, match=r"^fw 9.9: fw.gone is missing.*left out: numbers are wrong"):
         patches.install()
     assert patches.installed == patches.patches[1:]
 
@@ -162,7 +165,7 @@ def test_what_somebody_changed_since_is_left(framework: Any) -> None:
     framework.table["Mine"] = str
     with pytest.warns(RuntimeWarning) as seen:
         patches.uninstall()
-    assert sorted(str(w.message).partition(" has")[0] for w in seen) == [
+    assert sorted(str(w.message).partition(" was")[0] for w in seen) == [
         "fw.clip",
         "fw.names[]",
         "fw.table[Mine]",
@@ -201,7 +204,7 @@ def test_distributed_tensors_need_the_patches(framework: Any) -> None:
     patches = PatchSet("fw", "1.0", [patch("fw.clip")], lambda: [Distributed], switched.append)
     patches.install()
     x: Any = Distributed()
-    with pytest.raises(RuntimeError, match=r"there are 1 DTensors.*delete the models.*uninstall\(abandon=True\)"):
+    with pytest.raises(RuntimeError, match=r"1 DTensors still exist.*delete the models.*uninstall\(abandon=True\)"):
         patches.uninstall()
     assert patches.installed and x.shape == (2, 3)
     patches.uninstall(abandon=True)

@@ -82,15 +82,15 @@ def namesake(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        (too_short, CheckpointError, "is damaged, or no file of safetensors: it has 4 bytes"),
-        (too_long, CheckpointError, "is damaged, or no file of safetensors: its data ends at byte"),
-        (taken, FileExistsError, "b is there already"),
+        (too_short, CheckpointError, "is damaged, or is not a safetensors file: it has 4 bytes"),
+        (too_long, CheckpointError, "is damaged, or is not a safetensors file: its data ends at byte"),
+        (taken, FileExistsError, "b exists already"),
         (not_shared, CheckpointError, "save to a file system that all ranks share"),
         (unknown_kind, CheckpointError, "'date' is unknown"),
-        (no_such_dtype, targets._MisfitError, "tensor 'x' is of bfloat16, which mine does not have"),
+        (no_such_dtype, targets._MisfitError, "tensor 'x' has dtype bfloat16, which mine does not support"),
         (no_counter, TypeError, "mine has no counter-based generator: leave parallel_rng out"),
         (slice_elsewhere, ValueError, "cannot take a slice on a rank outside of the mesh: .* does not have rank 3"),
-        (namesake, ImportError, "Use an environment for each.*pip uninstall hyper-parallel"),
+        (namesake, ImportError, "Use a separate environment for each.*pip uninstall hyper-parallel"),
     ],
     ids=lambda case: getattr(case, "__name__", ""),
 )
@@ -111,7 +111,7 @@ def test_a_save_that_takes_longer(tmp_path: Path) -> None:
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = weights(tmp_path / "a", {"x": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}}, b"12")
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
-    with pytest.raises(CheckpointError, match="has become shorter while it was read"):
+    with pytest.raises(CheckpointError, match="became shorter while it was being read"):
         file.read("x", (slice(0, 2),), np.zeros(2, np.uint8))
 
 

@@ -211,7 +211,9 @@ def test_names(tmp_path: Path) -> None:
     assert found.names["by_order"] == {"up": "w1", "norm": "scale"} and len(found.rows) == 6
     assert "aligned by order and shape: up = w1" in str(found)
     one(tmp_path / "d", np.zeros(9), output("other"))
-    with pytest.raises(ValueError, match=r"no tensor in common: 6 of the first, as 'up'.*Say with names="):
+    with pytest.raises(
+        ValueError, match=r"no tensor in common: the first has 6, such as 'up'.*Map the paths with names="
+    ):
         compare(tmp_path / "a", tmp_path / "d")
 
 
@@ -299,7 +301,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert json.loads(capsys.readouterr().out)["culprit"] == "up"
     assert main(["compare", a, c, "--name", "up=net.up"]) == 0
     assert main(["compare", a, c, "--name", "up"]) == 2
-    assert "takes PATH=PATH" in capsys.readouterr().err
+    assert "takes PATH_IN_A=PATH_IN_B" in capsys.readouterr().err
     assert main(["compare", a, str(tmp_path / "none")]) == 2
     assert "holds no record" in capsys.readouterr().err
 
@@ -325,35 +327,38 @@ def changed_entry(file: Path, **fields: Any) -> None:
 
 
 DAMAGES: dict[str, tuple[Any, str]] = {
-    "no JSON": (lambda file: file.write_text("{"), "rank-0.json is no index of a record"),
-    "a list": (lambda file: file.write_text("[]"), "does not say 'hyper_parallel record'"),
-    "other version": (lambda file: rewrite(file, version=9), "is of version 9 of the format"),
+    "no JSON": (lambda file: file.write_text("{"), "rank-0.json is not the index of a record"),
+    "a list": (lambda file: file.write_text("[]"), "its format is not 'hyper_parallel record'"),
+    "other version": (lambda file: rewrite(file, version=9), "has version 9 of the format"),
     "a field": (lambda file: rewrite(file, notes=3), "rank-0.json is damaged: its field 'notes' is 3"),
-    "renamed": (lambda file: rewrite(file, rank=1), "it was renamed"),
-    "an entry": (lambda file: rewrite(file, entries=[{"kind": "output"}]), "is no entry"),
-    "a kind": (lambda file: changed_entry(file, kind="other"), "does not fit the others"),
-    "a place": (lambda file: changed_entry(file, place=4), "does not fit the others"),
-    "values": (lambda file: changed_entry(file, values=[0, 999]), "does not fit the others"),
-    "too few values": (lambda file: changed_entry(file, values=[0, 3]), "does not fit the others"),
-    "a shape": (lambda file: changed_entry(file, local=[-4, 6]), "does not fit the others"),
-    "a box": (lambda file: changed_entry(file, boxes=[[[0, 0], [9, 6], [0, 0]]]), "does not fit the others"),
-    "a word for a number": (lambda file: changed_entry(file, squares="many"), "does not fit the others"),
-    "fewer numbers": (lambda file: rewrite(file, largest=3), "entry 0 of 'up' (output) does not fit the others"),
+    "renamed": (lambda file: rewrite(file, rank=1), "the file was renamed"),
+    "an entry": (lambda file: rewrite(file, entries=[{"kind": "output"}]), "is not a valid entry"),
+    "a kind": (lambda file: changed_entry(file, kind="other"), "is not consistent with the others"),
+    "a place": (lambda file: changed_entry(file, place=4), "is not consistent with the others"),
+    "values": (lambda file: changed_entry(file, values=[0, 999]), "is not consistent with the others"),
+    "too few values": (lambda file: changed_entry(file, values=[0, 3]), "is not consistent with the others"),
+    "a shape": (lambda file: changed_entry(file, local=[-4, 6]), "is not consistent with the others"),
+    "a box": (lambda file: changed_entry(file, boxes=[[[0, 0], [9, 6], [0, 0]]]), "is not consistent with the others"),
+    "a word for a number": (lambda file: changed_entry(file, squares="many"), "is not consistent with the others"),
+    "fewer numbers": (
+        lambda file: rewrite(file, largest=3),
+        "entry 0 of 'up' (output) is not consistent with the others",
+    ),
     "a mesh": (
         lambda file: rewrite(file, places=[{"names": ["tp"], "shape": [2], "ranks": [0], "placements": ["R"]}]),
-        "place 0 does not fit the others",
+        "place 0 is not consistent with the others",
     ),
     "the root": (
         lambda file: rewrite(file, root={"names": [], "shape": [2], "ranks": [0, 1], "placements": ["R"]}),
-        "place 0 does not fit the others",
+        "place 0 is not consistent with the others",
     ),
     "a call": (
         lambda file: rewrite(file, calls=[{**asdict(Call(0, "up", "Linear", 0, 5))}]),
-        "call 0 of 'up' (Linear) does not fit the others",
+        "call 0 of 'up' (Linear) is not consistent with the others",
     ),
     "a tensor of a call": (
         lambda file: rewrite(file, calls=[{**asdict(Call(0, "up", "Linear", 0, -1)), "inputs": ["x"]}]),
-        "call 0 of 'up' (Linear) does not fit the others",
+        "call 0 of 'up' (Linear) is not consistent with the others",
     ),
     "cut": (lambda file: file.with_suffix(".bin").write_bytes(b"1234"), "rank-0.bin has 4 bytes"),
     "no arrays": (lambda file: file.with_suffix(".bin").unlink(), "rank-0.bin cannot be read"),
@@ -381,5 +386,5 @@ def test_files_of_two_runs(tmp_path: Path) -> None:
     Made(tmp_path, 2).close()
     assert not (tmp_path / "rank-2.json").exists() and len(read_record(tmp_path).entries) == 2
     rewrite(tmp_path / "rank-1.json", ranks=3)
-    with pytest.raises(RecordError, match="files of two runs are in one folder"):
+    with pytest.raises(RecordError, match="one folder holds files of two runs"):
         read_record(tmp_path)

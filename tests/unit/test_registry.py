@@ -201,7 +201,7 @@ def test_platform_for_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         get_platform_for_device("cuda")
     registry._backends["torch-npu"].target = backend("torch-npu", "npu")
     assert get_platform_for_device("npu") is get_platform("torch-npu")
-    with pytest.raises(ValueError, match=r"no device type 'tpu'; use one of 'cpu'.*'npu'"):
+    with pytest.raises(ValueError, match=r"no device type 'tpu': use one of 'cpu'.*'npu'"):
         get_platform_for_device("tpu")
 
 
@@ -210,7 +210,9 @@ def test_platform_of_another_framework_is_not_offered(monkeypatch: pytest.Monkey
         found.framework = found.name.partition("-")[0]
     monkeypatch.setattr(registry, "_is_installed", lambda module: True)
     monkeypatch.setenv(registry.ENVIRONMENT_VARIABLE, "mindspore")
-    with pytest.raises(ValueError, match=r"'cuda'; use one of 'cpu' \(platform 'mindspore'\), or leave it out"):
+    with pytest.raises(
+        ValueError, match=r"'cuda': use one of 'cpu' \(platform 'mindspore'\), or leave the device type out"
+    ):
         get_platform_for_device("cuda")
 
 

@@ -51,7 +51,7 @@ def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         load({}, path)
     assert str(raised.value).isprintable()
     save({}, path)
-    with pytest.raises(ValueError, match="is there already") as refused:
+    with pytest.raises(ValueError, match="exists already") as refused:
         save({}, path)
     assert str(refused.value).isprintable()
     for error_of_rank in (OSError("two\nlines\x1b"), CheckpointError("a\x1b")):

@@ -48,7 +48,7 @@ def test_tested_versions_are_silent(framework: str, version: str) -> None:
     ],
 )
 def test_other_versions_are_mentioned_once(framework: str, version: str) -> None:
-    with pytest.warns(RuntimeWarning, match=re.escape(f"and this is {version}")) as seen:
+    with pytest.warns(RuntimeWarning, match=re.escape(f"but the installed version is {version}")) as seen:
         versions.warn_of_untested(framework, version)
         versions.warn_of_untested(framework, version)
     (warning,) = seen

@@ -104,12 +104,12 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
     silent = [rank for rank in missing or () if rank not in reports]
     text = f"{report} failed on rank {platform.rank()}"
     if missing is None:
-        text += "; which ranks did not take part is not known here"
+        text += "; it is unknown which ranks did not take part"
     elif silent:
         text += f": {names_of(silent)} did not take part, and {'has' if len(silent) == 1 else 'have'} ended, or "
         text += "hangs" if len(silent) == 1 else "hang"
     elif not missing:
-        text += ": all of them are there, and have lost their connection or wait in different collectives"
+        text += ": all ranks are alive, but have lost their connection or wait in different collectives"
     lines = [text, *(f"rank {r} failed in {other}" for r, other in sorted(reports.items()) if other != own)]
     lines.append(f"it was called at {line}")
     lines.append(f"the backend says: {str(error).strip().splitlines()[0] if str(error).strip() else repr(error)}")

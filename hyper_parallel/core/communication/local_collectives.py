@@ -66,26 +66,27 @@ def check_local_collective(
         if isinstance(placement, Partial):
             if mesh_dim in within:
                 raise ValueError(
-                    f"{where} these ranks hold summands of one value: reduce it with redistribute(), which gives a "
-                    "replicated tensor, or take to_local()"
+                    f"{where} the tensor is a partial sum: reduce it with redistribute(), which returns a replicated "
+                    "tensor, or pass to_local()"
                 )
             if not linear or placement.reduce_op not in ("sum", "avg"):
-                raise ValueError(f"{where} the value is not reduced yet: redistribute() it first")
+                raise ValueError(f"{where} the tensor is a partial value: call redistribute() first")
         elif isinstance(placement, Shard) and mesh_dim in within:
             if not apart:
                 raise ValueError(
-                    f"{where} these ranks hold different shards, which must not be mixed: use the group of a dimension "
-                    "over which the tensor is the same, such as mesh['dp'].get_group(), or full_tensor() for the "
-                    "whole tensor and to_local() for this rank's shard"
+                    f"{where} these ranks hold different shards, which must not be combined. Use the group of a mesh "
+                    "dimension over which the tensor is replicated, such as mesh['dp'].get_group(). Or pass "
+                    "full_tensor() for the full tensor, or to_local() for this rank's shard"
                 )
             if len(layout.part_sizes(placement.dim)) > 1:
                 raise ValueError(
-                    f"{where} shards differ in size: use full_tensor(), or pad the results of to_local() to one size"
+                    f"{where} the shards have different sizes: use full_tensor(), or pad the results of to_local() to "
+                    "equal sizes"
                 )
         elif parts and mesh_dim in within:
             raise ValueError(
-                f"{where} the tensor is the same on these ranks, and would differ afterwards: use all_reduce or "
-                "broadcast, or give it to_local()"
+                f"{where} the tensor is replicated over these ranks, and would differ between ranks afterwards: use "
+                "all_reduce or broadcast, or pass to_local()"
             )
 
 
@@ -102,6 +103,6 @@ def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
     if not fits:
         raise ValueError(
             f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
-            f"{tuple(part.shape)} placed {list(part.placements)}: joining or cutting the local tensors along "
-            f"dimension 0 does not join or cut the global ones in the same way. Give {name} to_local() of both"
+            f"{tuple(part.shape)} placed {list(part.placements)}: concatenating or splitting the local tensors along "
+            f"dimension 0 is not the same operation on the global tensors. Pass to_local() of both to {name}"
         )

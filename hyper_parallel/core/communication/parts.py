@@ -127,7 +127,7 @@ def check_parts(local: Any, layout: Layout, misfit: str | None, what: str) -> No
     """
     here = f" on rank {layout.mesh.platform.rank()}"
     facts = {
-        "the global shape, which follows from the local one where it is not given": str(tuple(layout.shape)),
+        "the global shape, which follows from the local shape unless shape= is passed": str(tuple(layout.shape)),
         "the placements": str(list(layout.placements)),
         "the problem found": (misfit and misfit.replace(here, "")) or "nothing",
         "the dtype": str(local.dtype),
@@ -179,7 +179,7 @@ def layout_of_parts(
     """
     without = [int(mesh.ranks[at]) for at, part in parts.items() if part is None]
     if without:
-        raise RankMismatchError(f"{what} is wrong on {names_of(without)}: the error there says how", tuple(without))
+        raise RankMismatchError(f"{what} is wrong on {names_of(without)}: see the error of that rank", tuple(without))
     known = {at: part for at, part in parts.items() if part is not None}
     first = known[(0,) * mesh.ndim]
     normal = normalize_placements(placements, mesh, len(first), f"{what}, of local shape {first},")
@@ -199,8 +199,8 @@ def layout_of_parts(
     have = "; ".join(f"rank {int(mesh.ranks[at])}: {part}" for at, part in known.items())
     wanted = "" if len(known[odd[0]]) != len(first) else f", where {names_of(ranks[:1])} has {layout.shape_at(odd[0])}"
     raise RankMismatchError(
-        f"{what} is placed {list(normal)} on {mesh}, and the parts that the ranks have given are no parts of one tensor"
-        f"{'' if not wanted else f' of shape {tuple(layout.shape)}{wanted}'} ({have}): give the sizes that "
-        "distribute_tensor gives, or gather the parts inside the function and place the result Replicate()",
+        f"{what} is placed {list(normal)} on {mesh}, but the parts that the ranks passed do not form one "
+        f"tensor{'' if not wanted else f' of shape {tuple(layout.shape)}{wanted}'} ({have}). Pass parts with the "
+        "sizes of distribute_tensor, or gather the parts inside the function and place the result Replicate()",
         tuple(ranks),
     )

@@ -208,8 +208,8 @@ def check_replicated(x: Any, mesh: DeviceMesh, placements: Sequence[Placement], 
                 {what: x},
                 mesh,
                 mesh_dim,
-                "it is taken to be the same on every rank: give all ranks the same, or say with input_layouts=... or "
-                "placements=... how it is sharded",
+                "the tensor is assumed to be the same on every rank: pass the same tensor on all ranks, or declare "
+                "its sharding with input_layouts=... or placements=...",
             )
 
 

@@ -187,7 +187,9 @@ def _search(source: Layout, target: Layout) -> tuple[float, list[Layout]]:
                 placements[mesh_dim] = placement
                 after = layout.with_placements(placements)
                 heapq.heappush(queue, (cost + price, next(counter), after, [*path, after]))
-    raise ValueError(f"no way to redistribute {source} to {target}: nothing can be turned into {target.placements}")
+    raise ValueError(
+        f"cannot redistribute {source} to {target}: no collective produces the placements {target.placements}"
+    )
 
 
 def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -> list[tuple[Placement, float]]:

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Agreement", "Event", "Steps", "agreements_below"]
 
 _REMEDY = (
-    "all ranks run the units of fully_shard in the same order. Where a rank chooses what to run, as experts by its own "
-    "tokens, make one unit of the module that holds all of them, or call each of them on every rank, also with no rows"
+    "all ranks must run the units of fully_shard in the same order. If ranks choose different modules, such as "
+    "experts by their own tokens, apply fully_shard to the module around the choice. Or call each expert on every "
+    "rank, with no rows if need be"
 )
 #: id of a unit's module -> weak reference to the module, which detects a reused id, and the module's path in the model.
 Paths = Mapping[int, tuple[weakref.ref, str]]
@@ -206,9 +207,9 @@ class Agreement:
         others = [f"rank {rank}: {text}" for rank, text in sorted(found.items()) if rank != me]
         absent = tuple(rank for rank in self._ranks if rank not in found)
         if absent:
-            others.append(f"{names_of(absent)}: probably {usual.text(self.paths)}, which came here before")
+            others.append(f"{names_of(absent)}: probably {usual.text(self.paths)}, as in earlier steps")
         error = RankMismatchError(
-            f"before what a unit does, ranks differ in what comes. Rank {me}: {mine}; {'; '.join(others)}: {_REMEDY}",
+            f"ranks are about to run different units. Rank {me}: {mine}; {'; '.join(others)}: {_REMEDY}",
             (me,),
         )
         self._platform.tell_of_failure([self._group], self._ranks, str(error))

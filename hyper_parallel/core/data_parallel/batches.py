@@ -65,15 +65,15 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
     layout = shared._layout
     if own is not None:
         raise ValueError(
-            f"{what} was called with a DTensor of shape {tuple(layout.shape)} on {layout.mesh} and with a plain tensor "
-            f"of shape {tuple(own.shape)}: one says that the ranks have one batch, the other that each has its own. "
-            "Give DTensors (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for what all ranks share), or "
-            "plain tensors alone"
+            f"{what} was called with a DTensor of shape {tuple(layout.shape)} on {layout.mesh} and with a plain "
+            f"tensor of shape {tuple(own.shape)}. A DTensor means one batch for all ranks, a plain tensor means a "
+            "batch for each rank. Pass DTensors alone (distribute_tensor(x, mesh, [Shard(0)]), or [Replicate()] for "
+            "shared tensors), or plain tensors alone"
         )
     if layout.mesh is not mesh and not _SPANS[layout.mesh, mesh]:
         raise ValueError(
             f"{what} was called with a DTensor of shape {tuple(layout.shape)} placed {list(shared.placements)} on "
-            f"{layout.mesh}, and its parameters are on {mesh}: give a DTensor on that mesh"
+            f"{layout.mesh}, but its parameters are on {mesh}: pass a DTensor on the mesh of the parameters"
         )
     return True
 
@@ -100,7 +100,8 @@ def mixed_batch(what: str, distributed: bool) -> ValueError:
     given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
     return ValueError(
         f"{what} was called with {given}, and the outermost module under fully_shard with {others}. With DTensors all "
-        "data-parallel ranks have one loss, with plain tensors each rank has its own: give all units the same"
+        "data-parallel ranks have one loss, with plain tensors each rank has its own loss. Call all units with "
+        "tensors of the same kind"
     )
 
 

@@ -72,9 +72,9 @@ class Call(RecordedCall):
         self.check_unchanged(what)
         if self.freed:
             raise RuntimeError(
-                f"{what}: a backward has come to its parameters, and not to what it has returned, after which they "
-                "would have been gathered again: gradients are wrong. Return what the loss is computed of, such as an "
-                "auxiliary loss, or add it to the loss of what was returned, or leave the parameters whole, with "
+                f"{what}: a backward reached its parameters without passing through its outputs, so the parameters "
+                "were not gathered again. Gradients are wrong. Return every tensor that the loss needs, such as an "
+                "auxiliary loss, from the module. Or keep the parameters unsharded with "
                 "fully_shard(reshard_after_forward=False)"
             )
 
@@ -85,8 +85,8 @@ class Call(RecordedCall):
         """
         if versions_of(self.parameters) != self.versions:
             raise RuntimeError(
-                f"{what}: a parameter was changed in place between a forward and its backward: run backward before the "
-                "optimizer's step, or forward again"
+                f"{what}: a parameter was changed in place between a forward and its backward: run backward before "
+                "the optimizer's step, or repeat the forward"
             )
 
 

@@ -230,7 +230,7 @@ def _listed(module: Any, platform: Any) -> list[Any]:
             raise ValueError(f"fully_shard was applied to this {type(one).__name__} already")
     if not modules or _meet(modules, platform):
         raise ValueError(
-            "fully_shard takes a list of modules of which none is, or is inside of, another one, got "
+            "fully_shard takes a list of distinct modules, none inside of another, got "
             f"{[type(one).__name__ for one in modules]}"
         )
     return modules
@@ -293,8 +293,8 @@ def _placement(
     owner = _OWNED.get(p)
     if owner is not None:
         raise ValueError(
-            f"{what} belongs to another unit already, as {owner}: apply fully_shard once, to the module that holds all "
-            "modules that share the parameter"
+            f"{what} belongs to another unit already, as {owner}: apply fully_shard once, to a module that contains "
+            "all modules with this parameter"
         )
     refuse_foreign(p, mesh.platform, what)
     inner = p._layout if isinstance(p, DTensor) else None
@@ -305,10 +305,10 @@ def _placement(
     if wanted is None:
         wanted = Shard(0) if shape else Replicate()
     elif not isinstance(wanted, Shard) or isinstance(wanted, PackedShard):
-        raise TypeError(f"{what}: shard_placement_fn gives a Shard or None, got {wanted!r}")
+        raise TypeError(f"{what}: shard_placement_fn must return a Shard or None, got {wanted!r}")
     elif not -len(shape) <= wanted.dim < len(shape):
         raise ValueError(
-            f"{what} has shape {shape}, and shard_placement_fn gives {wanted!r}: give a dimension that it has"
+            f"{what} has shape {shape}, but shard_placement_fn returned {wanted!r}: return a dimension of the parameter"
         )
     else:
         wanted = Shard(wanted.dim % len(shape))
@@ -321,8 +321,8 @@ def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
     if not mesh.is_beside(inner.mesh):
         raise ValueError(
             f"{what} is placed {list(inner.placements)} on {inner.mesh}: fully_shard needs another dimension of the "
-            f"mesh than parallelize_module was given, and {mesh} is none. Make one mesh with init_device_mesh, as of "
-            "('dp', 'tp'), and give mesh['tp'] to parallelize_module and mesh['dp'] to fully_shard"
+            f"same root mesh, got {mesh}. Make one mesh with init_device_mesh, with mesh_dim_names=('dp', 'tp'). Pass "
+            "mesh['tp'] to parallelize_module and mesh['dp'] to fully_shard"
         )
 
 

@@ -69,8 +69,8 @@ class Gradients:
         if self.has_accumulated and self._one_loss is not one_loss:
             now, before = ("distributed", "plain") if one_loss else ("plain", "distributed")
             raise ValueError(
-                f"{what} is called with {now} inputs, and has gradients of {before} ones that were not all-reduced: "
-                "let a backward of such inputs, with synchronisation, come first"
+                f"{what} is called with {now} inputs, but has accumulated gradients of {before} inputs that were not "
+                f"all-reduced. Run a backward of {before} inputs with gradient synchronisation first"
             )
 
     def accumulated(self, buffer: FlatBuffer, members: Sequence[int]) -> Sequence[int]:

@@ -160,8 +160,9 @@ class Results:
         def collect(x: Any) -> Any:
             if placed_across(x, self._mesh) and not one_loss:
                 raise ValueError(
-                    f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, and was "
-                    "called with plain tensors: compute plain ones, this rank's part of the batch, as in x.to_local()"
+                    f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, but was "
+                    "called with plain tensors: return plain tensors, this rank's part of the batch, such as "
+                    "x.to_local()"
                 )
             with platform.no_dispatch():
                 if self._freed is not None and self._freed(x):
@@ -188,7 +189,7 @@ class Results:
             return x
         raise TypeError(
             f"{self._what} returns a {type(x).__name__}: return tensors, or tuples, lists, dicts and dataclasses of "
-            "them"
+            "tensors"
         )
 
     def _may_lead(self, x: Any, call: RecordedCall) -> bool:
@@ -225,11 +226,11 @@ def refuse_second_order(platform: Platform, what: str) -> None:
         what: name of the function that was applied to the module.
     """
     if platform.backward_is_recorded():
-        passes = "ask in a backward with create_graph for gradients of inputs alone"
+        passes = "in a backward with create_graph, compute gradients with respect to inputs alone"
         raise RuntimeError(
-            f"gradients of gradients do not go through {what}: "
-            f"{passes if platform.tells_beginning else 'leave them out'}, or do not apply it to the modules that they "
-            "go through"
+            f"second-order gradients through {what} are not supported: "
+            f"{passes if platform.tells_beginning else 'leave them out'}, or do not apply {what} to modules with "
+            "second-order gradients"
         )
 
 

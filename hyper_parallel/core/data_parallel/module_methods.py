@@ -44,7 +44,7 @@ class GradientReductionHandle:
             return
         if unit.model.abandoned != self._count:
             raise RuntimeError(
-                "reset_iter_state has dropped the gradients of this handle: wait for them before that call"
+                "reset_iter_state has dropped the gradients of this handle: call wait() before reset_iter_state"
             )
         with unit.platform.no_grad(), unit.platform.no_dispatch():
             unit.model.finish()
@@ -177,9 +177,9 @@ class FSDPModule:
         """
         unit = unit_of(self)
         if unit.model is not None and unit.model.outermost() is not unit.parameters:
-            raise RuntimeError("set_manual_backward_finalization is for the outermost module: call it there")
+            raise RuntimeError("set_manual_backward_finalization must be called on the outermost module")
         if unit.platform.in_backward():
-            raise RuntimeError("set_manual_backward_finalization: call it before backward, not within")
+            raise RuntimeError("set_manual_backward_finalization: call it before backward, not during backward")
         unit.parameters.settings.finalized_by_hand = bool(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -203,7 +203,7 @@ class FSDPModule:
             if not unit.parameters.settings.finalized_by_hand or unit.platform.in_backward():
                 raise RuntimeError(
                     "finalize_backward: call set_manual_backward_finalization(True) on the outermost module before "
-                    "forward, and this after backward"
+                    "forward, and finalize_backward after backward"
                 )
             with unit.platform.no_grad(), unit.platform.no_dispatch():
                 unit.model.reduce_accumulated()
@@ -277,8 +277,8 @@ class FSDPModule:
         """
         if enable:
             raise ValueError(
-                "set_separate_reduce_scatter_group: make a group of the same ranks, and reduce by it what "
-                "set_custom_reduce_scatter(comm) calls comm with"
+                "set_separate_reduce_scatter_group: make a second group of the same ranks, and let comm of "
+                "set_custom_reduce_scatter(comm) reduce over this group"
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -348,8 +348,8 @@ class FSDPModule:
             raise TypeError(f"set_all_reduce_hook takes a function of a tensor, got {hook!r}")
         if stream is not None:
             raise ValueError(
-                "set_all_reduce_hook(stream=...): reductions are waited for on the current stream, where the hook "
-                "runs. Let the hook enter a stream of its own, and wait for it at its end"
+                "set_all_reduce_hook(stream=...): the hook runs on the current stream. Let the hook enter its own "
+                "stream, and wait for that stream at the end"
             )
         unit_of(self).parameters.collectives.all_reduce_hook = hook
 
@@ -386,8 +386,8 @@ def _units_of(modules: Sequence[Any], method: str) -> list[UnitParameters]:
 
 def _memory(method: str) -> ValueError:
     return ValueError(
-        f"{method}: give set_custom_all_gather and set_custom_reduce_scatter objects whose allocate(size, *, dtype, "
-        "device) gives such memory"
+        f"{method}: pass objects with allocate(size, *, dtype, device), which returns such memory, to "
+        "set_custom_all_gather and set_custom_reduce_scatter"
     )
 
 

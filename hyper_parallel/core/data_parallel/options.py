@@ -65,8 +65,8 @@ class MixedPrecisionPolicy:
         found = None if self.param_dtype_override_fn is None else self.param_dtype_override_fn(p)
         if found is not None and found not in (self.param_dtype, p.dtype):
             raise ValueError(
-                f"{what}: param_dtype_override_fn gives {found!r}: let it give None, param_dtype "
-                f"({self.param_dtype!r}), or the parameter's own dtype ({p.dtype!r})"
+                f"{what}: param_dtype_override_fn returned {found!r}: it must return None, param_dtype "
+                f"({self.param_dtype!r}), or the dtype of the parameter ({p.dtype!r})"
             )
         return self.param_dtype is None or (found is not None and found != self.param_dtype)
 
@@ -119,8 +119,8 @@ class DataParallelMeshDims:
     def __post_init__(self) -> None:
         if not self.shard_names:
             raise ValueError(
-                "DataParallelMeshDims names no dimension to shard over: give shard, or apply replicate(module, mesh) "
-                "where parameters are to be whole on each rank"
+                "DataParallelMeshDims names no dimension to shard over: pass shard, or apply replicate(module, mesh) "
+                "to keep parameters unsharded"
             )
 
     @property
@@ -152,9 +152,9 @@ def data_parallel_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | Non
         return _along(mesh, dims)
     if mesh.ndim > 2:
         raise ValueError(
-            "fully_shard takes a mesh of one dimension, which shards, or of two, of which the first replicates; got "
-            f"one of shape {mesh.shape}: pass mesh['dp'], or mesh['dp_replicate', 'dp_shard'], or say in dp_mesh_dims "
-            "which dimensions are which"
+            "fully_shard takes a 1-D mesh to shard over, or a 2-D mesh whose first dimension replicates. It got a "
+            f"mesh of shape {mesh.shape}: pass mesh['dp'] or mesh['dp_replicate', 'dp_shard'], or name the dimensions "
+            "with dp_mesh_dims"
         )
     return mesh
 
@@ -166,7 +166,9 @@ def _along(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DeviceMesh:
     if missing:
         raise ValueError(f"fully_shard(dp_mesh_dims={dims!r}): {mesh} has no dimension {missing[0]!r}")
     if not dims.shard_names:
-        raise ValueError(f"fully_shard(dp_mesh_dims={dims!r}) names no dimension to shard over: apply replicate")
+        raise ValueError(
+            f"fully_shard(dp_mesh_dims={dims!r}) names no dimension to shard over: apply replicate instead"
+        )
     meshes = [_joined(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     return meshes[0] if len(meshes) == 1 else _in_order(meshes, dims)
 
@@ -180,8 +182,8 @@ def _in_order(meshes: Sequence[DeviceMesh], dims: DataParallelMeshDims) -> Devic
     joined = DeviceMesh._concatenate(meshes)
     if joined.mesh_dim_names != tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ()):
         raise ValueError(
-            f"fully_shard(dp_mesh_dims={dims!r}): the dimension that replicates comes first in a mesh, and here it "
-            "comes after the one that shards: make the mesh with both in that order"
+            f"fully_shard(dp_mesh_dims={dims!r}): the replicate dimension comes after the shard dimension in the "
+            "mesh. Make a mesh with the replicate dimension first"
         )
     return joined
 
@@ -204,22 +206,23 @@ def fewer_ranks(mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | No
         return None
     if not isinstance(reshard_after_forward, int):
         raise TypeError(
-            "fully_shard(reshard_after_forward=...) is True, False, None, or the number of ranks over which to shard "
-            f"after forward, got {reshard_after_forward!r}"
+            "fully_shard(reshard_after_forward=...) takes True, False, None, or a number of ranks to shard over after "
+            f"forward, got {reshard_after_forward!r}"
         )
     size, count = mesh.shape[-1], reshard_after_forward
     if count < 1 or size % count:
         raise ValueError(
-            f"fully_shard(reshard_after_forward={count}): {count} does not divide {size}, the number of ranks that "
-            f"{mesh} shards over: give True, False, or one that does"
+            f"fully_shard(reshard_after_forward={count}): {count} does not divide {size}, the number of ranks in the "
+            f"shard dimension of {mesh}. Pass True, False, or a divisor"
         )
     if count in (1, size):
         return None
     root = mesh.get_root_mesh()
     if root.ranks.size != mesh.platform.world_size():
         raise ValueError(
-            f"fully_shard(reshard_after_forward={count}) makes new groups of ranks, in which all ranks of the world "
-            f"take part, and {root} has {root.ranks.size} of {mesh.platform.world_size()}: give True or False"
+            f"fully_shard(reshard_after_forward={count}) creates process groups, which needs all "
+            f"{mesh.platform.world_size()} ranks of the world, and {root} has {root.ranks.size} ranks: pass True or "
+            "False"
         )
     rows = np.array(rows_along(root.ranks, mesh.slices.along[-1])).reshape(-1, count)
     return DeviceMesh(mesh.device_type, rows, mesh_dim_names=("after_forward_groups", "after_forward"))

@@ -135,9 +135,9 @@ class Places:
         """Return the error for the first slot in which ``found`` and ``wanted`` differ."""
         at = next(i for i, (x, y) in enumerate(zip(found, wanted, strict=True)) if x is not y)
         return ValueError(
-            f"{self._what}: something has taken the place of its parameter {self._described[at]}. Copy values into the "
-            f"parameter that is there instead, and replace modules before {self._applied}"
-            f"{found_there(self._platform, self._found()[at])}"
+            f"{self._what}: the parameter {self._described[at]} was replaced after {self._applied}. Copy values into "
+            "the existing parameter, and replace modules before "
+            f"{self._applied}{found_there(self._platform, self._found()[at])}"
         )
 
     def check_recompute(self) -> None:
@@ -150,9 +150,9 @@ class Places:
             module = ref()
             if module is not None and self._platform.differentiates_again(module):
                 raise ValueError(
-                    f"{self._what}: {path!r} is computed again in backward, which gives no gradients of parameters "
-                    f"that belong to a unit around it: apply fully_shard to {path!r} as well, before the module "
-                    "around it, or call its recompute(use_reentrant=False)"
+                    f"{self._what}: {path!r} is recomputed in backward. Recomputation gives no gradients of "
+                    f"parameters that belong to an outer unit. Apply fully_shard to {path!r} before the outer module, "
+                    "or call its recompute(use_reentrant=False)"
                 )
 
     def check_values(self, parameters: Sequence[Any]) -> None:
@@ -160,8 +160,8 @@ class Places:
         for slot in self._described if self._platform.needs_values else ():
             if self._platform.is_meta(parameters[slot.index]):
                 raise ValueError(
-                    f"{self._what}: parameter {slot} has no values: give it some on this rank's device before the "
-                    "module is called, as to_empty() and reset_parameters() do"
+                    f"{self._what}: parameter {slot} has no values: initialise it on this rank's device before "
+                    "calling the module, with to_empty() and reset_parameters()"
                 )
 
     def put(self, tensors: Sequence[Any], parameters: list[Any] | None = None) -> Any:
@@ -307,7 +307,7 @@ class Writes:
                     None,
                     mesh.ranks_along(mesh_dim),
                     facts,
-                    "each rank keeps its part of written values: write the same on all ranks",
+                    "each rank keeps its shard of the values: write the same values on all ranks",
                 )
 
 

@@ -102,8 +102,8 @@ class Plan:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a module under fully_shard cannot be pickled: save module.state_dict(), and load it into a module to "
-            "which fully_shard was applied in the same way"
+            "a module under fully_shard cannot be pickled: save module.state_dict(), and load it into a module with "
+            "the same calls of fully_shard"
         )
 
 

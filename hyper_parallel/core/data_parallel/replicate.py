@@ -151,7 +151,7 @@ def replicate(
     """
     if process_group is not None:
         if device_mesh is not None:
-            raise ValueError("replicate takes a device_mesh or a process_group, got both: leave one of them out")
+            raise ValueError("replicate takes a device_mesh or a process_group, got both: pass one of the two")
         device_mesh = DeviceMesh.from_group(process_group)
     mesh = resolve_mesh(device_mesh or current_mesh() or init_device_mesh(), "replicate")
     platform = bind_platform(mesh.platform)
@@ -163,7 +163,7 @@ def replicate(
     if mesh.ndim != 1:
         raise ValueError(f"replicate needs a 1-D mesh, got one of shape {mesh.shape}: pass mesh['dp']")
     if not bucket_cap_mb > 0:
-        raise ValueError(f"replicate(bucket_cap_mb=...) is a positive number of MiB, got {bucket_cap_mb!r}")
+        raise ValueError(f"replicate(bucket_cap_mb=...) takes a positive number of MiB, got {bucket_cap_mb!r}")
     mesh.require_member("replicate")
     _check_devices(device_ids, platform)
     ignored = {id(m) for top in ignored_modules or () for _, m in platform.named_modules(top)}
@@ -179,8 +179,8 @@ def replicate(
         if _MARK in vars(m) or is_unit(m):
             raise ValueError(
                 f"replicate: {f'{path!r} of {type(module).__name__}' if path else type(module).__name__} is under "
-                f"{'replicate' if _MARK in vars(m) else 'fully_shard'} already: apply one of them once, to the module "
-                "that holds all that share parameters"
+                f"{'replicate' if _MARK in vars(m) else 'fully_shard'} already: apply replicate or fully_shard once, "
+                "to a module that contains all modules with shared parameters"
             )
         own = dict(platform.named_parameters(m))
         for name, p in own.items():
@@ -294,8 +294,8 @@ def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None
         except ValueError as error:
             raise ValueError(
                 f"{what} is placed {list(inner.placements)} on {inner.mesh} already, and cannot be replicated over "
-                f"{mesh}: {error}. If it is shared, and replicate or fully_shard was applied to another module that "
-                "has it, apply one of them once, to a module that contains both"
+                f"{mesh}: {error}. If another module shares the parameter, apply replicate or fully_shard once, to a "
+                "module that contains both"
             ) from None
     refuse_foreign(p, platform, what)
     if platform.needs_values and not platform.has_values(p) and not platform.is_meta(p):
@@ -311,8 +311,7 @@ def _check_devices(device_ids: Sequence[Any] | None, platform: Platform) -> None
     given = [str(device) for device in device_ids]
     if given not in ([own], [own.rpartition(":")[2]]):
         raise ValueError(
-            f"replicate(device_ids={list(device_ids)!r}): the device of this rank is {own!r}, and each rank has one. "
-            "Leave device_ids out"
+            f"replicate(device_ids={list(device_ids)!r}): this rank has the device {own!r} alone. Leave device_ids out"
         )
 
 

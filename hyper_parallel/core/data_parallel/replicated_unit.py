@@ -309,9 +309,8 @@ class _Call(RecordedCall):
             return
         if i in self._gone:
             raise RuntimeError(
-                "a gradient has come to a module under replicate after its bucket was sent: something computes a part "
-                "of the forward again in backward that was recorded the first time. Use the framework's own "
-                "checkpointing"
+                "a gradient of a module under replicate arrived after its bucket was reduced. A part of the forward "
+                "was recorded twice, in forward and in backward. Use the framework's own activation checkpointing"
             )
         self.touched = True
         have = self._found[i]

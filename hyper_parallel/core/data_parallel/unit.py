@@ -77,7 +77,7 @@ class Unit:
             self.model = running[0]
             if settings.finalized_by_hand:
                 raise RuntimeError(
-                    f"{self.what}: set_manual_backward_finalization is for the outermost module alone: call it there"
+                    f"{self.what}: set_manual_backward_finalization must be called on the outermost module"
                 )
         elif self.model is None:
             self.model = Model(parameters, module)

@@ -63,8 +63,8 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         if tensor._layout is not layout:
             raise ValueError(
-                f"distribute_tensor got a DTensor placed {list(tensor.placements)} on {tensor.device_mesh}, asked for "
-                f"{list(layout.placements)} on {mesh}: use tensor.redistribute(placements=...)"
+                f"distribute_tensor got a DTensor placed {list(tensor.placements)} on {tensor.device_mesh}, and "
+                f"cannot place it {list(layout.placements)} on {mesh}: use tensor.redistribute(placements=...)"
             )
         return tensor
     check_src_data_rank(src_data_rank, mesh)

@@ -49,7 +49,7 @@ def check_mesh(mesh: Any, name: str) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{name} takes a DeviceMesh, got {type(mesh).__name__}")
     if mesh.ndim != 1:
-        raise ValueError(f"{name} takes a mesh of one dimension, got {mesh}: take a slice, as mesh['cp']")
+        raise ValueError(f"{name} takes a 1-D mesh, got {mesh}: pass a slice such as mesh['cp']")
     mesh.require_member(name)
 
 
@@ -132,25 +132,30 @@ def context_parallel(
 def _length_of(buffers: list, dims: list, kept: list, length: int | None, platform: Any) -> int:
     """Return the length of the sequence from the buffers or ``length``. Raise if they are inconsistent."""
     if len(buffers) != len(dims):
-        raise ValueError(f"context_parallel: {len(buffers)} buffers and {len(dims)} buffer_seq_dims: give one for each")
+        raise ValueError(
+            f"context_parallel: got {len(buffers)} buffers and {len(dims)} buffer_seq_dims: pass one dimension for "
+            "each buffer"
+        )
     if any(all(x is not one for one in buffers) for x in kept):
         raise ValueError(
-            "context_parallel: no_restore_buffers has a tensor that buffers lacks: give a subset of buffers"
+            "context_parallel: no_restore_buffers contains a tensor that is not in buffers: pass a subset of buffers"
         )
     lengths = set() if length is None else {int(length)}
     for x, dim in zip(buffers, dims, strict=True):
         if not platform.is_tensor(x) or isinstance(x, (DTensor, platform.Parameter)):
             raise TypeError(f"context_parallel takes plain tensors as buffers, got {type(x).__name__}")
         if platform.accumulates_gradients and x.requires_grad:
-            raise ValueError("context_parallel: a buffer requires gradients, and cannot change its shape: detach it")
+            raise ValueError(
+                "context_parallel: a buffer requires gradients, so its shape cannot be changed: pass x.detach()"
+            )
         shape = platform.shape_of(x)
         if not -len(shape) <= dim < len(shape):
             raise ValueError(f"context_parallel: a buffer of shape {tuple(shape)} has no dimension {dim}")
         lengths.add(shape[dim])
     if len(lengths) != 1:
         raise ValueError(
-            f"context_parallel: buffers and length= give the sequence lengths {sorted(lengths)}, and must give one: "
-            "pass the whole sequence on every rank as buffers, or length="
+            f"context_parallel: buffers and length= have different sequence lengths, {sorted(lengths)}: pass buffers "
+            "with the full sequence on every rank, or length="
         )
     return lengths.pop()
 
@@ -181,7 +186,8 @@ def context_parallel_unshard(
     platform = bind_platform(mesh.platform)
     if len(buffers) != len(seq_dims):
         raise ValueError(
-            f"context_parallel_unshard: {len(buffers)} buffers and {len(seq_dims)} seq_dims: give one for each"
+            f"context_parallel_unshard: got {len(buffers)} buffers and {len(seq_dims)} seq_dims: pass one dimension "
+            "for each buffer"
         )
     shapes = [tuple(platform.shape_of(x)) for x in buffers]
     dims = [dim % len(shape) for dim, shape in zip(seq_dims, shapes, strict=True)]
@@ -193,8 +199,8 @@ def context_parallel_unshard(
         length = sum(each)
         if each != chunk_sizes(length, mesh.size()):
             raise ValueError(
-                f"context_parallel_unshard: the ranks have {each} positions of buffer {i}, and context_parallel gives "
-                f"them {chunk_sizes(length, mesh.size())}"
+                f"context_parallel_unshard: the ranks have {each} positions of buffer {i}, but shards of "
+                f"context_parallel have {chunk_sizes(length, mesh.size())} positions"
             )
         layout = get_layout(mesh, (Shard(dim),), (*shape[:dim], length, *shape[dim + 1 :]))
         whole = DTensor._of_part(x, layout).full_tensor()

@@ -154,12 +154,12 @@ def _make(
     if any(n < 0 for n in shape):
         raise ValueError(f"{name}: sizes must not be negative, got {shape}")
     if layout is not None and layout is not platform.dense_layout:
-        raise ValueError(f"{name} makes tensors of the usual layout, got layout={layout!r}: leave it out")
+        raise ValueError(f"{name} makes strided tensors, got layout={layout!r}: leave layout out")
     kind = str(mesh.device_type if device is None else device).lower().partition(":")[0]
     if _DEVICE_NAMES.get(kind, kind) != mesh.device_type:
         raise ValueError(
-            f"{name}: tensors on {mesh} are on {mesh.device_type!r}, got device={device!r}: leave it out, or make a "
-            "mesh of that device type"
+            f"{name}: a tensor on {mesh} has the device type {mesh.device_type!r}, got device={device!r}: leave "
+            "device out, or make a mesh of that device type"
         )
     whole = requested_layout(mesh, placements, shape, f"a tensor of shape {shape}")
     if any(p.is_partial() for p in whole.placements):

@@ -83,7 +83,10 @@ def local_map(
         shape_of_args = _flatten(args, flat)
         for keyword, given in (("in_placements", in_placements), ("in_grad_placements", in_grad_placements)):
             if given is not None and len(given) != len(flat):
-                raise ValueError(f"local_map({name}): {len(flat)} argument(s), and {keyword} has {len(given)} entries")
+                raise ValueError(
+                    f"local_map({name}): got {len(flat)} argument(s), but {keyword} has {len(given)} entries: pass "
+                    "one entry for each argument"
+                )
         mesh = device_mesh
         for x in flat:
             if isinstance(x, DTensor):
@@ -118,13 +121,16 @@ def _local(x: Any, wanted: tuple[Placements] | None, grad: Placements, redistrib
         return x
     if wanted is not None:
         if wanted[0] is None:
-            raise TypeError(f"{what} is a DTensor placed {list(x.placements)}: in_placements has None for it")
+            raise TypeError(
+                f"{what} is a DTensor placed {list(x.placements)}, but in_placements has None for it: name its "
+                "placements"
+            )
         target = normalize_placements(wanted[0], x.device_mesh, x._layout.ndim, what)
         if x.placements != target:
             if not redistribute:
                 raise ValueError(
-                    f"{what} is placed {list(x.placements)}, and in_placements wants {list(target)}: redistribute it, "
-                    "or give redistribute_inputs=True"
+                    f"{what} is placed {list(x.placements)}, but in_placements has {list(target)}: redistribute the "
+                    "argument, or pass redistribute_inputs=True"
                 )
             x = x.redistribute(placements=target)
     return x.to_local(grad_placements=grad)
@@ -164,14 +170,17 @@ def _distributed(results: list[Any], out_placements: Any, mesh: DeviceMesh, name
 def _misfit(results: list[Any], given: Sequence[Placements], platform: Platform, name: str) -> Exception | None:
     """Return the error for results that do not match the placements, or None."""
     if len(given) != len(results):
-        return ValueError(f"{name} gave {len(results)} result(s), out_placements has {len(given)} entries")
+        return ValueError(
+            f"{name} returned {len(results)} result(s), but out_placements has {len(given)} entries: pass one entry "
+            "for each result"
+        )
     for i, (result, placements) in enumerate(zip(results, given, strict=True)):
         if isinstance(result, DTensor):
-            return TypeError(f"{name}: result {i} is a DTensor, and the function is to return plain tensors")
+            return TypeError(f"{name}: result {i} is a DTensor, but the function must return plain tensors")
         if platform.is_tensor(result) is (placements is None):
             return TypeError(
-                f"{name}: result {i} is a {type(result).__name__}, and out_placements has {placements} for it: "
-                "placements for tensors, None for everything else"
+                f"{name}: result {i} is a {type(result).__name__}, but out_placements has {placements} for it: pass "
+                "placements for tensors, and None for other results"
             )
     return None
 

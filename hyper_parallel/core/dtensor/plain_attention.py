@@ -68,10 +68,11 @@ class _Parts(ABC):
         """Raise ValueError for another function that mixes positions, because it would see only the local shard."""
         if self.mesh.size() > 1 and not set(lengths).isdisjoint(self.sizes):  # sizes of all ranks: all agree
             raise ValueError(
-                f"{name} over a dimension of {list(lengths)} would see this rank's part alone: the ranks of "
-                f"{self.mesh} hold {list(self.sizes)} positions of a sequence. For attention call "
-                "scaled_dot_product_attention. Otherwise gather the sequence first, with context_parallel_unshard, or "
-                "compute it outside of the context. DTensors placed Shard along the sequence need neither"
+                f"{name} over a dimension of {list(lengths)} would see this rank's part of the sequence alone: the "
+                f"ranks of {self.mesh} hold {list(self.sizes)} positions. For attention, call "
+                "scaled_dot_product_attention. For other operations, gather the sequence with "
+                "context_parallel_unshard, or leave the context first. DTensors placed Shard along the sequence work "
+                "without these steps"
             )
 
     def __call__(self, call: Any, q: Any, k: Any, v: Any, mask: Any, dropout: float) -> Any:
@@ -87,8 +88,8 @@ class _Parts(ABC):
         self._check_dropout(dropout)
         if not cuts_sequence(*shapes):
             raise ValueError(
-                f"{self.where}: queries, keys and values of shapes {shapes} need the same samples, and heads of the "
-                "queries that are a multiple of those of keys and values: expand them first"
+                f"{self.where}: queries, keys and values of shapes {shapes} do not fit: batch sizes must be equal, "
+                "and the number of query heads a multiple of the key and value heads. Expand keys and values first"
             )
         length = sum(sizes_of(ranges))
         if mask is None and self.make_mask is not None:
@@ -101,7 +102,7 @@ class _Parts(ABC):
     def _check_dropout(self, dropout: float) -> None:
         if dropout:
             raise ValueError(
-                f"{self.where} drops weights (dropout {dropout}): those of a single device cannot be drawn in parts. "
+                f"{self.where} has dropout {dropout}: the dropout mask of a single device cannot be drawn in parts. "
                 "Set the dropout of attention to 0"
             )
 
@@ -109,14 +110,14 @@ class _Parts(ABC):
         """Raise ValueError for DTensors that are not placed on heads or samples of the local shard."""
         if not all(isinstance(x, DTensor) and x.device_mesh.is_beside(self.mesh) for x in tensors):
             raise ValueError(
-                f"{self.where}: give queries, keys and values of one kind: all plain, or all DTensors on a mesh "
-                f"dimension next to {self.mesh}"
+                f"{self.where}: queries, keys and values must all be plain tensors, or all DTensors on another "
+                f"dimension of the mesh than {self.mesh}"
             )
         for x in tensors:
             if any(p.is_shard(len(x.shape) - 2) for p in x.placements):
                 raise ValueError(
-                    f"{self.where}: the sequence is cut over {self.mesh}, and {list(x.placements)} on {x.device_mesh} "
-                    "cut it once more: give each rank whole heads, Shard(1), or Replicate()"
+                    f"{self.where}: the sequence is sharded over {self.mesh}, and the placements {list(x.placements)} "
+                    f"on {x.device_mesh} shard it again: shard the heads, Shard(1), or use Replicate()"
                 )
 
     def _facts(self, shapes: Sequence[tuple], q: Any, mask: Any, dropout: float) -> dict[str, str]:
@@ -150,15 +151,15 @@ class _Parts(ABC):
             RankMismatchError: on all ranks, when facts differ.
         """
         rows = numbers_of_ranks([*_lengths(shapes), *digests_of(facts)], self.mesh, self.where)
-        remedy = "the ranks compute one attention together, so give all of them the same"
+        remedy = "the ranks compute one attention together: use equal batch sizes, heads and features on all ranks"
         check_digests(rows[:, 3:], facts, self.mesh, self.where, remedy)
         return [tuple(row[:3]) for row in rows.tolist()]
 
     def _no_parts(self, given: Sequence[tuple[int, ...]], wanted: str) -> ValueError:
         """Return the error for lengths that are wrong for shards of one sequence."""
         return ValueError(
-            f"{self.where}: ranks gave queries, keys and values of {given} positions (dimension -2; -1 for tensors of "
-            f"fewer than 3 dimensions), and {wanted}"
+            f"{self.where}: the ranks passed queries, keys and values of {given} positions (dimension -2; -1 for "
+            f"tensors of fewer than 3 dimensions), but {wanted}"
         )
 
     def _whole(self, x: Any, length: int) -> Any:
@@ -185,8 +186,8 @@ class _Parts(ABC):
         platform, shape = self.platform, tuple(mask.shape)
         if isinstance(mask, DTensor) or len(shape) < 2 or any(n not in (1, length) for n in shape[-2:]):
             raise ValueError(
-                f"{self.where}: a mask of shape {shape} for a sequence of {length}: give the plain mask of the whole "
-                "sequence, the same on every rank"
+                f"{self.where}: got a mask of shape {shape} for a sequence of {length} positions: pass the plain mask "
+                "of the full sequence, the same on every rank"
             )
         if shape[-2] != 1:
             order = tuple(piece for own in ranges for piece in own)
@@ -223,8 +224,8 @@ class PartsInContext(_Parts):
         if given != [(n, n, n) for n in wanted]:
             raise self._no_parts(
                 given,
-                f"parts of the sequence of {length} have {list(wanted)}: give context_parallel all tensors with the "
-                "sequence as buffers, or call attention to other keys outside of it",
+                f"shards of the sequence of {length} positions have {list(wanted)} positions: pass all tensors with "
+                "this sequence as buffers to context_parallel, or call cross attention outside of the context",
             )
         if not alone:
             compared[call] = True
@@ -308,8 +309,8 @@ class PartsOfModule(_Parts):
         if given != [(n, n, n) for n in sizes] or -1 in sizes or sizes != chunk_sizes(sum(sizes), mesh.size()):
             raise self._no_parts(
                 given,
-                f"parts of one sequence have {chunk_sizes(max(0, sum(sizes)), mesh.size())}: cut the sequence with "
-                "shard_sequence, or move cross attention to a module without the style",
+                f"shards of one sequence have {chunk_sizes(max(0, sum(sizes)), mesh.size())} positions: shard the "
+                "sequence with shard_sequence, or move cross attention to a module without the style",
             )
         mesh._has_uneven_shards |= len(set(sizes)) > 1
         self._compared.add(call)

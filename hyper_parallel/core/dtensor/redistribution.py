@@ -73,14 +73,14 @@ def redistribute_over(x: Any, mesh: DeviceMesh, placements: Sequence[Placement] 
     layout: Layout = x._layout
     if mesh.platform is not layout.mesh.platform or sorted(mesh.ranks.ravel()) != sorted(layout.mesh.ranks.ravel()):
         raise ValueError(
-            f"cannot redistribute from {layout.mesh} to {mesh}, which has other ranks: gather the tensor "
-            "(full_tensor()) and let distribute_tensor() send it from a rank that is in both"
+            f"cannot redistribute from {layout.mesh} to {mesh}, which has different ranks: gather the tensor with "
+            "full_tensor(), and send it with distribute_tensor() from a rank in both meshes"
         )
     target = requested_layout(mesh, placements, layout.shape, f"a tensor of shape {tuple(layout.shape)}")
     if any(p.is_partial() for p in target.placements):
         raise ValueError(
-            f"cannot redistribute to {list(target.placements)} on another mesh, {mesh}: partial sums come from "
-            "operations, or from DTensor.from_local"
+            f"cannot redistribute to {list(target.placements)} on another mesh, {mesh}: redistribute() cannot make "
+            "partial tensors. Make them with operations or DTensor.from_local"
         )
     reduced = x.redistribute(placements=layout.cotangent.placements)
     cls: Any = type(x)._of_part
@@ -131,8 +131,8 @@ def compute_local_shape_and_global_offset(
         return tuple(layout.local_shape), ()
     if layout.packed_mesh_dim is not None:
         raise ValueError(
-            f"a tensor placed {list(layout.placements)} begins at several places on each rank: use "
-            "DTensor.from_local and to_local, which know them"
+            f"a tensor placed {list(layout.placements)} has several shards on each rank, so no single offset exists: "
+            "use DTensor.from_local and to_local instead"
         )
     sizes = zip(layout.local_offset, layout.local_shape, layout.shape, strict=True)
     return tuple(layout.local_shape), tuple(offset if n else whole for offset, n, whole in sizes)

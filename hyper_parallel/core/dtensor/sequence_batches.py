@@ -108,12 +108,15 @@ def _dims_of(batch: Mapping[str, Any], wanted: Mapping[str, int | None], platfor
         if not platform.is_tensor(x) or dim is None:
             continue
         if isinstance(x, DTensor):
-            raise TypeError(f"shard_sequence takes plain tensors, and {name!r} is a DTensor: cut before you distribute")
+            raise TypeError(
+                f"shard_sequence takes plain tensors, but {name!r} is a DTensor: call shard_sequence before "
+                "distribute_tensor"
+            )
         shape = tuple(platform.shape_of(x))
         if not -len(shape) <= dim < len(shape):
             raise ValueError(
-                f"shard_sequence: {name!r} has shape {shape} and no dimension {dim}: name that of the sequence, "
-                f"seq_dims={{{name!r}: ...}}, or None for a tensor that stays whole"
+                f"shard_sequence: {name!r} has shape {shape} and no dimension {dim}: name the sequence dimension with "
+                f"seq_dims={{{name!r}: ...}}, or None to keep the tensor unsharded"
             )
         found[name] = dim % len(shape)
     return found
@@ -124,16 +127,16 @@ def _length_of(batch: Mapping[str, Any], dims: Mapping[str, int], mesh: DeviceMe
     lengths = {name: int(mesh.platform.shape_of(batch[name])[dim]) for name, dim in dims.items()}
     if len(set(lengths.values())) != 1:
         raise ValueError(
-            f"shard_sequence: one length of all sequences is to be known, and the tensors have {lengths}: name the "
-            "dimension of the sequence with seq_dims, or None for a tensor that stays whole"
+            f"shard_sequence: all tensors must have one sequence length, got {lengths}: name the sequence dimensions "
+            "with seq_dims, or None to keep a tensor unsharded"
         )
     (length,) = set(lengths.values())
     sizes = chunk_sizes(length, mesh.size())
     if 0 in sizes:
         raise ValueError(
-            f"shard_sequence: {length} positions for {mesh.size()} ranks are parts of {list(sizes)}, and layers of the "
-            "frameworks are not right without elements: pad the sequences to a multiple of the ranks, with labels that "
-            "are ignored"
+            f"shard_sequence: {length} positions over {mesh.size()} ranks give shards of {list(sizes)} positions, but "
+            "plain layers need at least one position on each rank. Pad the sequences to a multiple of the number of "
+            "ranks, with ignored labels"
         )
     return length
 
@@ -152,8 +155,8 @@ def _compare(batch: Mapping[str, Any], mesh: DeviceMesh, platform: Any) -> None:
         "a call of shard_sequence",
         row=mesh.ranks_along(0),
         row_facts=facts,
-        remedy=f"the ranks of {mesh} cut one batch: give all of them the same whole sequences. A sampler takes the "
-        "number and the rank of the data-parallel mesh, never those of the world",
+        remedy=f"the ranks of {mesh} shard one batch: pass the same sequences on all these ranks. Pass the size and "
+        "rank of the data-parallel mesh to the sampler, never those of the world",
     )
     _COMPARED.set(mesh, True)
 
@@ -190,12 +193,12 @@ def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int 
     mesh.require_member("token_mean")
     platform = bind_platform(mesh.platform)
     if isinstance(labels, DTensor):
-        raise TypeError("token_mean takes plain labels, those of this rank, got a DTensor: give to_local()")
+        raise TypeError("token_mean takes the plain labels of this rank, got a DTensor: pass labels.to_local()")
     if isinstance(losses, DTensor):
         if not losses.device_mesh.is_beside(mesh):
             raise ValueError(
-                f"token_mean adds losses up over {mesh}, and they are distributed over {losses.device_mesh}: take the "
-                "framework's mean of DTensors, or give their local part"
+                f"token_mean sums losses over {mesh}, but the losses are distributed over {losses.device_mesh}: use "
+                "the framework's mean of DTensors, or pass losses.to_local()"
             )
         losses = losses.full_tensor()
     with platform.no_dispatch():
@@ -219,8 +222,8 @@ def _check_losses(losses: Any, labels: Any, mesh: DeviceMesh) -> None:
         all_reduce_over(platform.full((2,), math.nan, _wide(losses, platform)), mesh, range(mesh.ndim))
     if wrong:
         raise ValueError(
-            f"token_mean takes one loss for each label, and on a rank there is not: here losses of shape {shape} and "
-            f"labels of shape {wanted}. Compute cross entropy with reduction='none', of the labels that you give here"
+            "token_mean takes one loss for each label, but the shapes differ on some rank. This rank has losses of "
+            f"shape {shape} and labels of shape {wanted}. Compute cross entropy of these labels with reduction='none'"
         )
     _COMPARED_LOSSES.set(mesh, True)
 

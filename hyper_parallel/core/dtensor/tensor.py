@@ -222,8 +222,8 @@ class DTensor:
             mesh = resolve_mesh(device_mesh, "redistribute")
             if async_op or forward_dtype is not None or backward_dtype is not None:
                 raise ValueError(
-                    f"redistribute to another mesh, {mesh}, takes no async_op, forward_dtype and backward_dtype: "
-                    "redistribute on the tensor's own mesh with them, before or after"
+                    f"redistribute to another mesh, {mesh}, does not support async_op, forward_dtype and "
+                    "backward_dtype: use these options in a separate redistribute on the tensor's own mesh"
                 )
             return redistribute_over(self, mesh, placements)
         key: Any = (layout, tuple(placements) if type(placements) is list else placements)
@@ -321,9 +321,9 @@ def restore(rebuild: Callable[..., Any], layout: Layout, coordinate: tuple[int, 
             continue
         raise RuntimeError(
             f"a distributed tensor of shape {tuple(layout.shape)} placed {list(layout.placements)} was saved by the "
-            f"rank at {coordinate} of {mesh}, and this one is at {here}: along mesh dimension "
-            f"{mesh.dim_label(mesh_dim)} it "
-            "holds another part. Let each rank load its own file, or save full_tensor(), which all ranks must call"
+            f"rank at coordinate {coordinate} of {mesh}, but this rank is at {here} and has another shard along mesh "
+            f"dimension {mesh.dim_label(mesh_dim)}. Load the file of this rank, or save full_tensor(), which all "
+            "ranks must call"
         )
     bind_platform(mesh.platform)
     return rebuild(layout, *parts)
@@ -348,8 +348,8 @@ def _target_layout(layout: Layout, placements: Sequence[Placement] | None) -> La
     for mesh_dim, (have, want) in enumerate(zip(layout.placements, target.placements, strict=True)):
         if want.is_partial() and have is not want:
             raise ValueError(
-                f"cannot redistribute {have!r} to {want!r} on mesh dimension {mesh.dim_label(mesh_dim)}: partial sums "
-                "come from operations, or from DTensor.from_local"
+                f"cannot redistribute {have!r} to {want!r} on mesh dimension {mesh.dim_label(mesh_dim)}: "
+                "redistribute() cannot make partial tensors. Make them with operations or DTensor.from_local"
             )
     return target
 

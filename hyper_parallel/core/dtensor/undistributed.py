@@ -161,7 +161,7 @@ def check_whole_tensors(module: Any, mesh: DeviceMesh) -> None:
             held,
             mesh,
             mesh_dim,
-            "parallelize_module gives all ranks those of one, with src_data_rank=0; code that changes them "
-            "afterwards must do the same on every rank, and a gradient that differs needs a style, such as "
-            "SequenceParallel() or NoParallel(), for the module",
+            "parallelize_module with src_data_rank=0 copies these tensors from one rank to all. Later changes must "
+            "be the same on every rank. If gradients differ between ranks, add a style for the module to the plan, "
+            "such as SequenceParallel() or NoParallel()",
         )

@@ -246,8 +246,8 @@ def normalize_placements(
     kinds = {"sum" if p.is_partial("avg") else p.reduce_op for p in normal if isinstance(p, Partial)}
     if len(kinds) > 1:
         raise ValueError(
-            f"{what} is placed {list(normal)}: a {' and a '.join(sorted(kinds))} do not commute, so the value would "
-            "depend on which is taken first; reduce one of them before"
+            f"{what} is placed {list(normal)}: a {' and a '.join(sorted(kinds))} do not commute, so the value depends "
+            "on the order of the reductions. Redistribute one mesh dimension to Replicate() first"
         )
     if any(isinstance(p, (PackedShard, StridedShard)) for p in normal):
         _check_order(normal, mesh, what)
@@ -258,7 +258,7 @@ def _check_order(placements: tuple[Placement, ...], mesh: DeviceMesh, what: str)
     """Raise ValueError if strided and packed shards do not define an order of the splits."""
     packed = [p for p in placements if isinstance(p, PackedShard)]
     if len(packed) > 1:
-        raise ValueError(f"{what} is placed {list(placements)}: one placement at most may be packed")
+        raise ValueError(f"{what} is placed {list(placements)}: at most one placement may be a PackedShard")
     for mesh_dim in reversed(range(mesh.ndim)):
         placement: Any = placements[mesh_dim]
         if not isinstance(placement, StridedShard):
@@ -268,15 +268,15 @@ def _check_order(placements: tuple[Placement, ...], mesh: DeviceMesh, what: str)
             use = "".join(f", or {StridedShard(dim, factor)!r}" for factor in factors)
             raise ValueError(
                 f"{what} is placed {list(placements)}: the split_factor of {placement!r} on mesh dimension "
-                f"{mesh.dim_label(mesh_dim)} is not a product of the sizes of mesh dimensions to its right that cut "
-                f"tensor dimension {dim} before it, of a mesh of shape {mesh.shape}: use Shard({dim}){use}"
+                f"{mesh.dim_label(mesh_dim)} must be a product of sizes of later mesh dimensions that shard tensor "
+                f"dimension {dim} first. The mesh has shape {mesh.shape}: use Shard({dim}){use}"
             )
     for shard in packed:
         if cut_order(placements, mesh.shape, shard.dim) is None:
             raise ValueError(
-                f"{what} is placed {list(placements)}: {shard!r} must be the first cut of tensor dimension "
-                f"{shard.dim}; shard another dimension, or after it, to its right or with StridedShard({shard.dim}, "
-                f"split_factor) to its left"
+                f"{what} is placed {list(placements)}: {shard!r} must be the first placement that shards tensor "
+                f"dimension {shard.dim}. Shard another tensor dimension, or shard this dimension on later mesh "
+                f"dimensions, or on earlier ones with StridedShard({shard.dim}, split_factor)"
             )
 
 

@@ -95,7 +95,7 @@ def _check_first(others: Sequence[Placement], packed: PackedShard, inner: Layout
     dimension."""
     if any(p.is_shard(packed.dim) for p in others):
         raise ValueError(
-            f"{packed!r} must be the first cut of tensor dimension {packed.dim}, which a tensor of shape "
-            f"{tuple(inner.shape)} placed {list(inner.placements)} on {inner.mesh} has cut already: use "
+            f"{packed!r} must be the first placement that shards tensor dimension {packed.dim}, but a tensor of shape "
+            f"{tuple(inner.shape)} is placed {list(inner.placements)} on {inner.mesh} already. Use "
             f"Shard({packed.dim}), or shard another dimension"
         )

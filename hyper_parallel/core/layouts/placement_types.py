@@ -83,7 +83,7 @@ class Placement:
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"{self!r} cannot be changed: make a new placement")
+        raise AttributeError(f"{self!r} is immutable: make a new placement")
 
 
 class Replicate(Placement):
@@ -264,11 +264,15 @@ class PackedShard(Shard):
         if isinstance(self.sizes, int):
             if size % self.sizes:
                 raise ValueError(
-                    f"{size} elements cannot be cut into {self.sizes} parts of equal size: give the size of each part"
+                    f"{size} elements cannot be divided into {self.sizes} parts of equal size: pass the size of each "
+                    "part"
                 )
             return PackedShard(self.dim, (size // self.sizes,) * self.sizes)
         if sum(self.sizes) != size:
-            raise ValueError(f"{size} elements are not parts of sizes {self.sizes}, which add up to {sum(self.sizes)}")
+            raise ValueError(
+                f"{size} elements cannot be divided into parts of sizes {self.sizes}: the sizes add up to "
+                f"{sum(self.sizes)}"
+            )
         return self
 
 

@@ -22,7 +22,7 @@ def check_ranks_of_mesh(ranks: np.ndarray, names: tuple[str, ...] | None, world_
     """Raise ValueError unless ``ranks`` and the dimension ``names`` form a valid mesh in a world of ``world_size``
     ranks."""
     if ranks.ndim == 0 or ranks.size == 0:
-        raise ValueError(f"a mesh is a non-empty array of ranks, got {ranks.tolist()!r}")
+        raise ValueError(f"a mesh must be a non-empty array of ranks, got {ranks.tolist()!r}")
     flat = ranks.ravel().tolist()
     if len(set(flat)) != len(flat):
         raise ValueError(f"a rank appears twice in the mesh {ranks.tolist()}")
@@ -45,7 +45,7 @@ def index_of_dim(mesh: Any, mesh_dim: int | str | None, caller: str) -> int:
     """
     if mesh_dim is None:
         if mesh.ndim != 1:
-            raise ValueError(f"{mesh} has {mesh.ndim} dimensions: say which, {caller}(mesh_dim)")
+            raise ValueError(f"{mesh} has {mesh.ndim} dimensions: name one, {caller}(mesh_dim)")
         return 0
     if isinstance(mesh_dim, str):
         names: tuple[str, ...] | None = mesh.mesh_dim_names
@@ -54,7 +54,7 @@ def index_of_dim(mesh: Any, mesh_dim: int | str | None, caller: str) -> int:
         return names.index(mesh_dim)
     ndim: int = mesh.ndim
     if not -ndim <= mesh_dim < ndim:
-        raise ValueError(f"{mesh} has {ndim} dimension(s), there is no dimension {mesh_dim}")
+        raise ValueError(f"{mesh} has {ndim} dimension(s), and no dimension {mesh_dim}")
     return mesh_dim % ndim
 
 

@@ -167,8 +167,8 @@ class DeviceMesh(MeshMethods):
         operation that the message names."""
         if self._coordinate is None:
             raise ValueError(
-                f"{what}: rank {self.get_rank()} is not part of {self} and has no part of the tensors there: let only "
-                "the ranks of the mesh do this, as in `if mesh.get_coordinate() is not None:`"
+                f"{what}: rank {self.get_rank()} is not part of {self} and holds no shards on this mesh: run this "
+                "code on the ranks of the mesh alone, under `if mesh.get_coordinate() is not None:`"
             )
 
     def get_rank(self) -> int:

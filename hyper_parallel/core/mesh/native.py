@@ -25,13 +25,14 @@ def native_of(mesh: Any) -> Any:
     platform, root = mesh.platform, mesh.get_root_mesh()
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"rank {platform.rank()} is not part of {mesh}, and has no groups to share: let only the ranks of the "
-            "mesh do this, as in `if mesh.get_coordinate() is not None:`"
+            f"rank {platform.rank()} is not part of {mesh} and has no process groups of this mesh: run this code on "
+            "the ranks of the mesh alone, under `if mesh.get_coordinate() is not None:`"
         )
     if any(len(dims) > 1 for dims in mesh.slices.along):
         raise ValueError(
-            f"a dimension of {mesh} was flattened with this library, and the framework's own mesh of {root} has no "
-            "such dimension: make and flatten the framework's mesh first, and make this library's mesh of that"
+            f"a dimension of {mesh} was flattened with this library, so the framework's mesh of {root} lacks this "
+            "dimension. Make and flatten the framework's mesh first, and then convert the result to a mesh of this "
+            "library"
         )
     native = root.groups.native_mesh()
     if native is None:
@@ -83,9 +84,9 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         dims = _dims_of_row(root, row, coordinate)
         if dims is None:
             raise ValueError(
-                f"the ranks {row} of dimension {name!r} are those of no dimension of {root}, and of no flattened ones: "
-                "make a mesh that has the dimension. If _unflatten of the framework's mesh made the dimension, use "
-                "hyper_parallel.init_device_mesh in its place, whose meshes have _unflatten too"
+                f"the ranks {row} of dimension {name!r} match no dimension of {root} and no flattened dimensions: "
+                "make a mesh with this dimension. If _unflatten of the framework's mesh made the dimension, use "
+                "hyper_parallel.init_device_mesh, whose meshes have _unflatten too"
             )
         root.slices.flat_groups.setdefault(dims, known.groups[dim])
         root.slices.flat_names[name] = dims

@@ -52,8 +52,8 @@ def rebuilt(
     size = 1 if world is None else platform.world_size()
     raise RuntimeError(
         f"the loaded tensor or mesh was saved on the mesh {ranks} with mesh_dim_names={names}, which rank "
-        f"{0 if world is None else platform.rank()} of a world of {size} rank(s) does not have: make the mesh first "
-        "(init_device_mesh on all ranks, and the dimension of it that was given to parallelize_module), and let "
-        "each rank load its own file. For another number of ranks save whole tensors: full_tensor() of each entry, "
-        "which all ranks must call"
+        f"{0 if world is None else platform.rank()} of a world of {size} rank(s) has not made. Make the mesh first, "
+        "with init_device_mesh on all ranks, and slice the dimension for parallelize_module. Then load the file of "
+        "each rank on this rank. To load on another number of ranks, save full_tensor() of each entry, which all "
+        "ranks must call"
     )

@@ -28,8 +28,8 @@ def platform_for(device_type: str | None) -> Platform:
     """Return the platform that serves a device type; None for the selected platform."""
     if device_type is not None and not isinstance(device_type, str):
         raise TypeError(
-            f"device_type must be a string such as 'cpu', got {device_type!r}; with the platform's own device write "
-            "init_device_mesh(mesh_shape=...)"
+            f"device_type must be a string such as 'cpu', got {device_type!r}. For the device of the platform, leave "
+            "it out: init_device_mesh(mesh_shape=...)"
         )
     return get_platform() if device_type is None else get_platform_for_device(device_type)
 
@@ -97,15 +97,15 @@ def overrides_of(
     if not isinstance(backend_override, Mapping):
         given = tuple(backend_override)
         if len(given) != ndim:
-            raise ValueError(f"{what}: backend_override has {len(given)} entries, and the mesh {ndim} dimension(s)")
+            raise ValueError(f"{what}: backend_override has {len(given)} entries, but the mesh has {ndim} dimension(s)")
         return tuple(map(override_of, given))
     found: dict[int, Any] = {}
     for key, value in backend_override.items():
         dim = names.index(key) if names is not None and key in names else key
         if not isinstance(dim, int) or not 0 <= dim < ndim:
             raise ValueError(
-                f"{what}: backend_override names the dimension {key!r}, and the mesh has {ndim} dimension(s)"
-                f"{'' if names is None else f' named {tuple(names)}'}"
+                f"{what}: backend_override names the dimension {key!r}, but the mesh has {ndim} "
+                f"dimension(s){'' if names is None else f' named {tuple(names)}'}"
             )
         if dim in found:
             raise ValueError(f"{what}: backend_override names dimension {dim} twice, by its index and by its name")
@@ -145,7 +145,7 @@ def mesh_of_groups(
         if list(each.ranks) not in rows_along(ranks, (dim,)):
             raise ValueError(
                 f"the process group of dimension {dim} has the ranks {list(each.ranks)}, which are not a row of the "
-                f"mesh {ranks.tolist()} along it"
+                f"mesh {ranks.tolist()} along this dimension"
             )
     made: _Mesh | None = MESHES.get((platform, ranks.shape, tuple(ranks.ravel().tolist()), names))
     groups, keys = tuple(each.group for each in known), tuple(each.key for each in known)
@@ -163,15 +163,19 @@ def unflattened(
         raise ValueError(f"_unflatten takes one name for each size, got mesh_sizes={sizes}, mesh_dim_names={names}")
     if math.prod(sizes) != mesh.shape[at]:
         raise ValueError(
-            f"_unflatten: mesh_sizes={sizes} multiply to {math.prod(sizes)}, and dimension {mesh.dim_label(at)} of "
-            f"{mesh} has {mesh.shape[at]} rank(s)"
+            f"_unflatten: the product of mesh_sizes={sizes} is {math.prod(sizes)}, but dimension {mesh.dim_label(at)} "
+            f"of {mesh} has {mesh.shape[at]} rank(s)"
         )
     if mesh.mesh_dim_names is None:
-        raise ValueError(f"{mesh} has no mesh_dim_names: give them to init_device_mesh to cut a dimension by name")
+        raise ValueError(
+            f"{mesh} has no mesh_dim_names: pass mesh_dim_names to init_device_mesh to unflatten a dimension by name"
+        )
     root = mesh.get_root_mesh()
     (in_root, *more) = mesh.slices.along[at]
     if more:
-        raise ValueError(f"dimension {mesh.dim_label(at)} of {mesh} was flattened: use the mesh that it is made of")
+        raise ValueError(
+            f"dimension {mesh.dim_label(at)} of {mesh} is a flattened dimension: use the mesh that was flattened"
+        )
     whole: _Mesh = _cut(root, in_root, sizes, names, override)
     if root is mesh:
         return whole

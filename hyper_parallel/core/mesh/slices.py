@@ -103,7 +103,7 @@ class MeshSlices(Generic[_Mesh]):
         own = mesh.mesh_dim_names
         wanted = tuple(own[dim] if isinstance(dim, int) and own is not None else str(dim) for dim in asked)
         if own is None:
-            raise KeyError(f"{mesh} has no mesh_dim_names: give them to init_device_mesh to slice by name")
+            raise KeyError(f"{mesh} has no mesh_dim_names: pass mesh_dim_names to init_device_mesh to slice by name")
         mine = dict(zip(own, self.along, strict=True))
         parts = {dim for entry in self.along for dim in entry}
         mine.update({name: dims for name, dims in root.slices.flat_names.items() if parts.issuperset(dims)})
@@ -119,7 +119,7 @@ class MeshSlices(Generic[_Mesh]):
         """Return the slice along dimensions by their index."""
         mesh = self._mesh
         if any(not -mesh.ndim <= dim < mesh.ndim for dim in dims):
-            raise IndexError(f"{mesh} has {mesh.ndim} dimension(s), there is no dimension {dims}")
+            raise IndexError(f"{mesh} has {mesh.ndim} dimension(s), and no dimension {dims}")
         dims = tuple(dim % mesh.ndim for dim in dims)
         if len(set(dims)) != len(dims):
             raise KeyError(f"a dimension is named twice in {dims}")
@@ -131,14 +131,18 @@ class MeshSlices(Generic[_Mesh]):
         """Return the 1-D mesh with the ranks of this mesh (see `DeviceMesh._flatten`)."""
         mesh, root = self._mesh, self.root
         if mesh.mesh_dim_names is None or root.mesh_dim_names is None:
-            raise ValueError(f"{mesh} has no mesh_dim_names: give them to init_device_mesh to flatten dimensions")
+            raise ValueError(
+                f"{mesh} has no mesh_dim_names: pass mesh_dim_names to init_device_mesh to flatten dimensions"
+            )
         name = "_".join(mesh.mesh_dim_names) if mesh_dim_name is None else mesh_dim_name
         if mesh.mesh_dim_names == (name,):
             return mesh
         dims = tuple(dim for entry in self.along for dim in entry)
         known = root.slices
         if name in root.mesh_dim_names or known.flat_names.get(name, dims) != dims:
-            raise ValueError(f"{root} has another dimension named {name!r}: give the flattened one another name")
+            raise ValueError(
+                f"{root} has another dimension named {name!r}: choose another name for the flattened dimension"
+            )
         if CHECKS:
             CHECKS[-1].agree("DeviceMesh._flatten", {"the mesh": str(mesh.ranks.shape), "mesh_dim_name": name})
         if dims not in known.flat_groups:
@@ -181,9 +185,9 @@ def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
     common = common_root(meshes)
     if common is None:
         raise ValueError(
-            f"{' and '.join(map(str, meshes))} are not slices of one mesh: make one, such as mesh = "
-            'init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")), and use mesh["dp"] and mesh["tp"] '
-            "of it"
+            f"{' and '.join(map(str, meshes))} are not slices of one mesh. Make one mesh, such as mesh = "
+            'init_device_mesh(mesh_shape=(2, 4), mesh_dim_names=("dp", "tp")), and use its slices mesh["dp"] and '
+            'mesh["tp"]'
         )
     dims = [dim for along in common[1] for entry in along for dim in entry]
     if len(set(dims)) != len(dims):

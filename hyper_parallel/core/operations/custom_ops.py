@@ -62,7 +62,10 @@ def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tup
         if bind is not None:
             return bind(*args, **kwargs)
         if kwargs:
-            raise TypeError(f"{name_of(func)} was called with keywords: give register_sharding a bind that sorts them")
+            raise TypeError(
+                f"{name_of(func)} was called with keywords: pass bind= to register_sharding, a function that orders "
+                "the arguments"
+            )
         return args, ()
 
     platform = get_platform()

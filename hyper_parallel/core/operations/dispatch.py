@@ -346,7 +346,8 @@ def _make_plan(
     strategy = solve(sharding, known, mesh, pinned=0 if op.in_place else None)
     if strategy is None:
         raise ValueError(
-            f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the other "
-            "operands do not fit that placement. Redistribute it first, or use the operation that returns a new tensor"
+            f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the result "
+            "of the operands has another placement. Redistribute the tensor first, or use the operation that returns "
+            "a new tensor"
         )
     return _Plan(op, canonical, known, plain, sharding, strategy, static_args, mesh, name_of(func))

@@ -138,8 +138,8 @@ class _Given:
             if how == "recorded" or any(p.is_partial() for p in layout.placements):
                 held = owner_of(x, platform) or "an operand"
                 raise ValueError(
-                    f"{name} writes into {held} in place, which is placed {list(layout.placements)} and cannot be "
-                    "written that way: redistribute it to Replicate() first, or let the operation return a new tensor"
+                    f"{name} writes in place into {held}, placed {list(layout.placements)}, which is not supported: "
+                    "redistribute it to Replicate() first, or use the operation that returns a new tensor"
                 )
             with platform.no_grad():
                 whole = platform.wrap(platform.detach(self.whole), replicated_layout(layout.mesh, layout.shape))
@@ -169,9 +169,9 @@ def _report(func: Any, layout: Layout, writes: bool) -> None:
     name = name_of(func)
     if writes:
         raise ValueError(
-            f"{name} writes in place and has no sharding rule for these operands: it cannot run on a tensor placed "
-            f"{list(layout.placements)}. Redistribute it to Replicate() first, or use the operation that returns a "
-            "new tensor"
+            f"{name} writes in place and has no sharding rule for these operands, so it cannot run on a tensor placed "
+            f"{list(layout.placements)}. Redistribute the tensor to Replicate() first, or use the operation that "
+            "returns a new tensor"
         )
     if is_strict():
         raise ValueError(

@@ -117,8 +117,8 @@ def listed_rule(
                 isinstance(p, Placement) for p in listed
             ):
                 raise ValueError(
-                    f"the sharding registered for {name_of(op)} lists {list(outputs)} for {len(results)} result(s) and "
-                    f"{list(inputs)} for {len(flat)} argument(s): give one placement for each result and each "
+                    f"the sharding registered for {name_of(op)} lists {list(outputs)} for {len(results)} result(s) "
+                    f"and {list(inputs)} for {len(flat)} argument(s): list one placement for each result and each "
                     "tensor argument, and None for each other argument"
                 )
             choices.append((given, made))

@@ -55,12 +55,12 @@ def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:
 
 #: Remedies for operands on two meshes. The first is for a mesh that is a slice of the other.
 _SLICES = (
-    "in a distributed batch a layer with use_local_output=False (the default of SequenceParallel) gives a tensor on "
-    "both dimensions, and a layer with use_local_output=True on the data-parallel one alone. Give all layers of a "
-    "residual stream the same use_local_output. Parameters of a module without a style are on the data-parallel "
-    "dimension alone too: give the module one in the plan, such as NoParallel()"
+    "in a distributed batch, a layer with use_local_output=False (the default of SequenceParallel) returns a tensor "
+    "on both mesh dimensions. A layer with use_local_output=True returns a tensor on the data-parallel dimension "
+    "alone. Use the same use_local_output for all layers of a residual stream. A module without a style has "
+    "parameters on the data-parallel dimension alone: add a style for it to the plan, such as NoParallel()"
 )
-_MESHES = "bring them to one mesh (full_tensor, then distribute_tensor)"
+_MESHES = "move the tensors to one mesh (full_tensor, then distribute_tensor)"
 
 
 def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: CanonicalOp | None = None) -> ValueError:
@@ -114,20 +114,20 @@ def operand_name(operands: Sequence[Any], i: int, platform: Any, canonical: Cano
 
 _ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
 _PLAIN = (
-    "make the plain one a DTensor with DTensor.from_local or distribute_tensor, or work on to_local(), or, when it is "
-    "the same on all ranks, use `with implicit_replication():`"
+    "make the plain tensor a DTensor with DTensor.from_local or distribute_tensor, or compute with to_local(). If the "
+    "plain tensor is the same on all ranks, use `with implicit_replication():`"
 )
 _PLAIN_HELD = (
-    "give the module a style in the plan, such as NoParallel(), or the layer before it "
-    "output_layouts=Replicate() with use_local_output=True"
+    "add a style for the module to the plan, such as NoParallel(). Or set output_layouts=Replicate() and "
+    "use_local_output=True for the layer before it"
 )
 _PLAIN_IDS = (
-    "derive the ids from those of the batch, as the positions ones_like(ids).cumsum(1) - 1, or make them a DTensor "
-    "with distribute_tensor"
+    "derive the ids from the ids of the batch, such as positions ones_like(ids).cumsum(1) - 1, or make the ids a "
+    "DTensor with distribute_tensor"
 )
 _PLAIN_TARGET = (
-    "compute the loss inside loss_parallel(), where targets and class weights may be plain, or make the plain one a "
-    "DTensor with distribute_tensor"
+    "compute the loss inside loss_parallel(), where targets and class weights may be plain, or make the plain tensor "
+    "a DTensor with distribute_tensor"
 )
 
 
@@ -155,9 +155,9 @@ def check_parts(func: Any, layouts: Sequence[Any]) -> None:
         if len(sizes) > 1 and min(sizes) and max(sizes) / min(sizes) in root.shape:
             raise ValueError(
                 f"{name_of(func)} got tensors of global shapes {' and '.join(map(str, shapes))} on {mesh}, which do "
-                f"not broadcast. A layer whose style has Shard({dim}) in its output_layouts gives this rank's part of "
-                f"dimension {dim}: give the layer that makes the other tensor such a style too, an embedding "
-                f"RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard({dim}))"
+                f"not broadcast. A layer whose style has output_layouts=Shard({dim}) returns this rank's shard of "
+                f"dimension {dim}. Use the same output_layouts for the layer that makes the other tensor. For an "
+                f"embedding, use RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard({dim}))"
             )
 
 

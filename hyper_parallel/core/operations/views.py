@@ -86,8 +86,8 @@ class CurrentLayout:
             return pending.layout
         if x is not None and (what := x.__dict__.get("_out_of_date")) is not None:
             raise ValueError(
-                f"this DTensor is a view made by {what}, which had to move data between ranks, and the tensor that it "
-                "is a view of was written to since: take the view again after the write"
+                f"this DTensor is a view made by {what}, which moved data between ranks, and its base tensor was "
+                "written to afterwards: make the view again after the write"
             )
         return None
 
@@ -161,18 +161,18 @@ def before_write(x: Any) -> None:
     while family is not None:
         if any(rival() is not None for rival in family.rivals):
             raise ValueError(
-                "writing in place: whether this DTensor shares its memory with the tensor that it was made from by "
-                "contiguous() or reshape() cannot be told from its shards, and both are still in use. Use clone(), "
-                "which always copies, or drop one of the two"
+                "writing in place to the result of contiguous() or reshape(): the shards do not tell whether the "
+                "result shares memory with its source, and both tensors are in use. Use clone(), which always copies, "
+                "or delete one of the two tensors"
             )
         source = family.source
         if source is None:
             return
         if source.back is None:
             raise ValueError(
-                f"writing in place to a view made by {source.what}, which had to move data between ranks: the write "
-                "cannot be brought back to the tensor that it is a view of. Write to that tensor (x[index] = value), "
-                "redistribute it to Replicate() first, or clone() the view if only the copy is to be changed"
+                f"writing in place to a view made by {source.what}, which moved data between ranks: the write cannot "
+                "change the base tensor. Write to the base tensor (x[index] = value), or redistribute the base tensor "
+                "to Replicate() first. To change only a copy, clone() the view"
             )
         family = source.base._family
 

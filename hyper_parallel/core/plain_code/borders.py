@@ -29,7 +29,7 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
         if not (computed and cut):
             return None
         text = f"a plain input of shape {shape}, which is the same on all ranks, {wanted}"
-        return Problem("input", text, "Say with input_layouts=Replicate() that it is whole", certain=False)
+        return Problem("input", text, "Declare the input as replicated, with input_layouts=Replicate()", certain=False)
     if mark.layout.mesh is not layout.mesh:
         return None
     for d, (have, want) in enumerate(zip(mark.layout.placements, layout.placements, strict=True)):
@@ -37,11 +37,13 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
             continue
         if d in mark.summed and want is Replicate():
             if trains:
-                text = f"{describe(mark, shape)} {wanted}: its gradient would be summed over the ranks once more"
-                return Problem("input", text, "Do not say of its source that its gradients are summands")
+                text = f"{describe(mark, shape)} {wanted}: its gradient would be summed over the ranks twice"
+                return Problem(
+                    "input", text, "Remove the declaration of partial gradients from the source of this tensor"
+                )
             continue
         if mark.merged or have is not want:
-            remedy = f"Say with input_layouts={have!r} how it lies, or bring it to {want!r} before"
+            remedy = f"Declare its placement with input_layouts={have!r}, or convert the tensor to {want!r} first"
             # Rows in another order are right where each row is computed independently, as in a router.
             return Problem("input", f"{describe(mark, shape)} {wanted}", remedy, certain=have is not want)
     return None
@@ -69,11 +71,12 @@ def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem |
     """Return the problem of a model output with the marks ``ways`` from the module ``source``, or None."""
     if not isinstance(ways, tuple) or any(m is None or not (m.sharded or partial_dims(m.layout)) for m in ways):
         return None
-    of = f", which comes from {source!r}," if source else ""
+    of = f" from {source!r}" if source else ""
     return Problem(
         "output",
-        f"the model gives {describe(ways[0], shape)}{of} and no style says so",
-        "Give the last module PrepareModuleOutput, or the layer before a style that gathers or sums",
+        f"the model returns {describe(ways[0], shape)}{of}, and no style declares this placement",
+        "Add PrepareModuleOutput for the last module to the plan, or a style that gathers or sums for the layer "
+        "before it",
     )
 
 

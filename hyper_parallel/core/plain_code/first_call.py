@@ -125,6 +125,6 @@ class _Calls:
 
 def _text(following: Following) -> str:
     return (
-        "the first call of the model was followed, and its plain code computes something else than one device does "
-        f"({VARIABLE}=0 follows no calls):\n" + "\n".join(following.lines())
+        "the first call of the model was checked: its plain code gives other results "
+        f"than on one device ({VARIABLE}=0 turns this check off):\n" + "\n".join(following.lines())
     )

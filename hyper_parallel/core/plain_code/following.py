@@ -101,7 +101,7 @@ class Following(Report):
             results = []  # an operation may return its operand, which keeps its marks
         if not results:
             if OPERATIONS[op.name].gathers:
-                note = f"{title} reads numbers of a part"
+                note = f"{title} reads values of a shard"
                 self.notes[note] = self.notes.get(note, 0) + 1
             return result
         self.asked += 1

@@ -11,28 +11,29 @@ from hyper_parallel.core.plain_code.marks import Mark, describe
 
 _TAKES_APART = frozenset({"split", "chunk", "getitem", "reshape", "view", "reshape_copy", "repeat"})
 _WHOLE = (
-    "Let the layer that gives it gather, with output_layouts=Replicate(), or let PrepareModuleInput or "
-    "PrepareModuleOutput do so"
+    "Gather in the layer that returns the tensor, with output_layouts=Replicate(), or with PrepareModuleInput or "
+    "PrepareModuleOutput"
 )
 _PACKED = (
-    "Where the layer's weight is several matrices in one, say so: ColwiseParallel(packed=...) or heads=(...); "
-    "otherwise let it gather, with output_layouts=Replicate()"
+    "If the layer's weight packs several matrices, use ColwiseParallel(packed=...) or heads=(...). Otherwise gather "
+    "in the layer, with output_layouts=Replicate()"
 )
 _NORMED = (
-    "Give a norm inside attention heads HeadNormParallel(), one along the sequence SequenceParallel(), or let the "
-    "layer that gives the part gather, with output_layouts=Replicate()"
+    "Use HeadNormParallel() for a norm inside attention heads, and SequenceParallel() for a norm along the sequence. "
+    "Otherwise gather in the layer that returns the shard, with output_layouts=Replicate()"
 )
 _SUM = (
-    "Let a RowwiseParallel layer compute the sum, or make it whole before: DTensor.from_local(x, mesh, "
+    "Sum over the ranks in a RowwiseParallel layer, or sum before this operation: DTensor.from_local(x, mesh, "
     "[Partial()]).full_tensor()"
 )
 _READ = (
-    "Read it through DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()]), which adds the "
-    "summands up; where NoParallel gives it, say partial_features=... or local_output_grad_placements=Partial()"
+    "Read it through DTensor.from_local(x, mesh, [Replicate()]).to_local(grad_placements=[Partial()]), which sums the "
+    "gradient over the ranks. For an output of NoParallel, pass partial_features=... or "
+    "local_output_grad_placements=Partial() to the style"
 )
 _OWNED = (
     "Give its module a style, such as SequenceParallel(), HeadNormParallel() or ParameterParallel({...}): the style "
-    "adds the summands up"
+    "sums the gradient over the ranks"
 )
 
 
@@ -48,32 +49,32 @@ def moved_problem(title: str, name: str, texts: Sequence[str], have: Layout | No
     given = f"{title} gets {' and '.join(texts)}"
     if have is None or want is None:
         remedy = _NORMED if "norm" in name else _PACKED if name in _TAKES_APART else _WHOLE
-        return Problem("whole", f"{given}, and computes something else of a part than of the whole", remedy)
+        return Problem("whole", f"{given}, and its result on a shard is not the shard of its result", remedy)
     for old, new in zip(have.placements, want.placements, strict=True):
         if old is new:
             continue
         if old.is_partial():
             return Problem(
-                "sum", f"{given}, and is not linear in the summand: the sum over ranks must come first", _SUM
+                "sum", f"{given}, and is not linear in this partial tensor: the sum over ranks must come first", _SUM
             )
         if new.is_partial():
-            text = f"{given}, and adds a replicated tensor to a sum once for each rank"
+            text = f"{given}, and would add a replicated tensor to the sum once for each rank"
             return Problem("count", text, _SUM)
         if new is Replicate() and isinstance(old, Shard):
             remedy = _NORMED if "norm" in name else _PACKED if name in _TAKES_APART else _WHOLE
             return Problem(
-                "whole", f"{given}, and needs dimension {old.dim} whole, of which each rank has a part", remedy
+                "whole", f"{given}, and needs the full dimension {old.dim}, of which each rank has a shard", remedy
             )
-    return Problem("mixed", f"{given}, which are not cut in the same way", _WHOLE)
+    return Problem("mixed", f"{given}, which are sharded in different ways", _WHOLE)
 
 
 def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
     """Return the problem of operands whose global shapes do not fit together."""
     given = f"{title} gets {' and '.join(texts)}"
     if name == "split":
-        return Problem("whole", f"{given}, and takes a dimension apart of which each rank has a part", _PACKED)
+        return Problem("whole", f"{given}, and splits a dimension of which each rank has a shard", _PACKED)
     if "norm" in name:
-        return Problem("whole", f"{given}, and normalises a dimension of which each rank has a part", _NORMED)
+        return Problem("whole", f"{given}, and normalises a dimension of which each rank has a shard", _NORMED)
     if name == "linear":
         return Problem(
             "mixed",
@@ -81,22 +82,24 @@ def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
             "Give this layer RowwiseParallel(), or " + _WHOLE[0].lower() + _WHOLE[1:],
         )
     if name == "write":
-        return Problem("mixed", f"{given}, and writes into a tensor that lies otherwise", _WHOLE)
-    return Problem("mixed", f"{given}, whose whole tensors do not go together in it", _WHOLE)
+        return Problem("mixed", f"{given}, and writes into a tensor with another placement", _WHOLE)
+    return Problem("mixed", f"{given}, whose full tensors have shapes that do not fit this operation", _WHOLE)
 
 
 def reshape_problem(title: str, mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> Problem:
     """Return the problem of a reshape whose result is not a shard of any reshaped global tensor."""
-    text = f"{title} gets {describe(mark, before)}, and makes {tuple(after)} of it, which is no part of a whole tensor"
+    text = (
+        f"{title} gets {describe(mark, before)}, and its result of shape {tuple(after)} is not a shard of a full tensor"
+    )
     return Problem("whole", text, _PACKED)
 
 
 def gradient_problem(title: str, shape: tuple[int, ...], parameter: bool, mark: Mark | None, assumed: bool) -> Problem:
     """Return the problem of an operand whose gradient is partial, without a reduction over the ranks."""
     what = "a parameter" if parameter else "a tensor"
-    same = "taken for this rank's part of something" if assumed else "the same on all ranks"
+    same = "assumed to be a shard" if assumed else "the same on all ranks"
     text = (
-        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes one "
-        "summand of its gradient, and nothing adds them up"
+        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes a "
+        "partial gradient, and no style sums it over the ranks"
     )
     return Problem("gradient", text, _OWNED if parameter else _READ, certain=not assumed)

@@ -75,9 +75,9 @@ def place_of(layout: Layout, name: str) -> Place:
         if mesh in _DRAWN:
             if mesh.platform.in_backward():
                 raise ValueError(
-                    f"{name} of a part of a batch is computed again in backward, which does not know the place of "
-                    "the part in the batch: let the whole module that the plan names be computed again, or a module "
-                    "around it, and not something inside of it"
+                    f"{name} of a shard of a batch is recomputed in backward, where the position of the shard is "
+                    "unknown. Recompute the whole module that the plan names, or a module around it, and not a module "
+                    "inside"
                 )
             _DRAWN.discard(mesh)
         return Place(shape, ranges)
@@ -92,7 +92,7 @@ def place_of(layout: Layout, name: str) -> Place:
 def refuse_part(name: str, what: str) -> ValueError:
     """Return the error for numbers that cannot be drawn for the full batch."""
     return ValueError(
-        f"{name} of {what} is inside of a module of the plan that gets this rank's part of a distributed batch, and "
-        "other data-parallel ranks would draw the same numbers for their samples: give the dropout a style of its own, "
-        "as SequenceParallel(), or none, or call the model with plain tensors"
+        f"{name} of {what} is inside a module of the plan, which gets this rank's shard of a distributed batch. Other "
+        "data-parallel ranks would draw the same numbers for other samples. Add a style for the dropout itself, such "
+        "as SequenceParallel(), or remove the style around it, or call the model with plain tensors"
     )

@@ -57,16 +57,16 @@ def layout_of_logits(
     part, misfit = chunk_sizes(total, size)[rank], ""
     if shape[dim] != part:
         misfit = (
-            f"rank {rank} of {size} holds {part} of {total} classes, and its local_logits of shape {tuple(shape)} have "
-            f"{shape[dim]} in dimension {dim}: give vocab_size= where the parts are not equal, and dim=-1 where the "
-            "classes come last"
+            f"rank {rank} of {size} holds {part} of {total} classes, but its local_logits of shape {tuple(shape)} "
+            f"have {shape[dim]} in dimension {dim}. Pass vocab_size= for unequal shards, and dim=-1 for classes in "
+            "the last dimension"
         )
     if key not in compared:
         # Only the rank that differs would detect the mismatch, and other ranks would wait for it. Compared once,
         # because it costs a collective.
         facts = {
             "the samples of local_logits": f"{without(shape, (dim,))} outside of dim={dim}",
-            "the number of classes: give vocab_size= where the parts are not equal": str(total),
+            "the number of classes: pass vocab_size= for unequal shards": str(total),
             "the problem found": misfit or "nothing",
         }
         check_of(mesh).agree("vocab_parallel_cross_entropy", facts)

@@ -148,14 +148,14 @@ def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
     if asked is not None:
         if asked == "exchange" and not exchanges:
             raise ValueError(
-                f"attention over a sequence that is cut cannot exchange {max(heads[0])} heads of the queries and "
-                f"{max(heads[1])} of the keys over {ranks} ranks: both are to be multiples of the ranks, and a mask "
-                "the same for all queries and heads. Choose the method 'gather' or 'ring', or none"
+                f"attention over a sharded sequence cannot exchange {max(heads[0])} query heads and {max(heads[1])} "
+                f"key heads over {ranks} ranks. Both numbers must be multiples of the number of ranks, and the mask "
+                "equal for all queries and heads. Choose the method 'gather' or 'ring', or None"
             )
         if asked == "ring" and mask_layout is not None:
             raise ValueError(
-                "attention in a ring takes no mask but the causal one (is_causal=True): choose the method 'gather', or "
-                "none"
+                "attention with the method 'ring' supports the causal mask (is_causal=True) alone: choose the method "
+                "'gather', or None"
             )
         return asked
     queries, keys, values = (math.prod(layout.local_shape[:-2]) * layout.shape[-1] for layout in layouts[:3])

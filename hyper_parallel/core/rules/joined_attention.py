@@ -235,8 +235,9 @@ class JoinedAttention:
         platform, call = self.platform, ctx.call
         if platform.backward_is_recorded():
             raise ValueError(
-                "attention over a sequence that is cut has no gradients of gradients, because it keeps no weights: "
-                "give the mask as a tensor (attn_mask=) and choose the method 'gather', or gather the sequence first"
+                "attention over a sharded sequence has no second-order gradients, because it does not keep its "
+                "weights. Pass the mask as a tensor (attn_mask=) and choose the method 'gather', or gather the "
+                "sequence first"
             )
         q, y, lse, *keys = ctx.saved_tensors
         groups = ctx.sizes.groups

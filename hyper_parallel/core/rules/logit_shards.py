@@ -79,10 +79,10 @@ def remember_part_of_classes(module: Any, path: str, features: int, own: int, me
     """Register a module whose plain output has ``own`` of its ``features``, without a following layer that expects
     them."""
     what = (
-        f"the logits have {own} classes, which is this rank's part of the {features} that {path!r} gives: its "
-        f"ColwiseParallel shards them over {mesh}, and its output is plain. Give {path!r} "
-        "ColwiseParallel(use_local_output=False) and compute the loss inside loss_parallel(), or "
-        "ColwiseParallel(output_layouts=Replicate()), or use vocab_parallel_cross_entropy for the part"
+        f"the logits have {own} classes, this rank's shard of the {features} output features of {path!r}. The "
+        f"ColwiseParallel of {path!r} shards them over {mesh} and returns a plain tensor. Use "
+        f"ColwiseParallel(use_local_output=False) for {path!r} and compute the loss inside loss_parallel(). Or use "
+        "ColwiseParallel(output_layouts=Replicate()), or vocab_parallel_cross_entropy"
     )
     head = _OF_MODULE[module] = PartOfClasses(module, mesh, what)
     _HEADS.setdefault(own, []).append(head)

@@ -135,8 +135,8 @@ def _nll_loss(call: LocalCall) -> Any:
 def _check_weight(platform: Any, weight: Any) -> None:
     if weight is not None and platform.requires_grad(weight):
         raise ValueError(
-            "the class weights of a cross entropy have no gradient when the targets are classes: detach them, or give "
-            "the targets as probabilities"
+            "the class weights of a cross entropy have no gradient when the targets are class indices: detach the "
+            "weights, or pass the targets as probabilities"
         )
 
 

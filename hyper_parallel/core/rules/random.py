@@ -202,8 +202,8 @@ def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bo
         raise refuse_part(name, "a part of the samples, which draws inside its kernel,")
     if changed():
         raise ValueError(
-            f"{name} draws random numbers and writes into its operand, and ranks would draw different ones: let it "
-            "return a new tensor"
+            f"{name} draws random numbers in place, and ranks would draw different numbers: use the operation that "
+            "returns a new tensor"
         )
     first = of_first_rank(state, mesh)
     if platform.bytes_of(first) != before:
@@ -238,6 +238,6 @@ def check_generators(mesh: DeviceMesh) -> None:
                 {"the state of the random number generator": data},
                 mesh,
                 mesh_dim,
-                "a rank has drawn more numbers than the others, or was seeded otherwise; hyper_parallel.manual_seed("
-                "seed, mesh) on all ranks makes them equal again",
+                "a rank has drawn more numbers than the others, or has another seed. Call "
+                "hyper_parallel.manual_seed(seed, mesh) on all ranks to make the generators equal",
             )

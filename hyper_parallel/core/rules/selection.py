@@ -105,7 +105,9 @@ def masked_scatter(shapes: tuple, static_args: Any) -> OpSharding | None:
         )
         available = math.prod(source)
         if picks.total > available:
-            raise ValueError(f"masked_scatter: the mask selects {picks.total} elements, and the source has {available}")
+            raise ValueError(
+                f"masked_scatter: the mask selects {picks.total} elements, but the source has {available} elements"
+            )
         own, values = picks.own, call.operands[2].reshape((available,))
         if not len(own) or own[-1] - own[0] == len(own) - 1:
             part = call.platform.narrow(values, 0, int(own[0]) if len(own) else 0, len(own))

@@ -114,8 +114,8 @@ class VocabParallel(ClassSoftmax):
         ignored, wrong = self.losses.masks(target, classes, ignore_index)
         if self._looks() and bool(wrong.any()):
             raise IndexError(
-                f"a target is no class: targets must lie between 0 and {classes.total - 1}, or be the "
-                f"ignore_index {ignore_index}"
+                f"a target is not a class: targets must be between 0 and {classes.total - 1}, or be the ignore_index "
+                f"{ignore_index}"
             )
         return ignored, wrong
 

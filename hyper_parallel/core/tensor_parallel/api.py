@@ -81,8 +81,8 @@ def parallelize_module(
         )
     if parallelize_plan is None:
         warnings.warn(
-            "parallelize_module was called without a parallelize_plan and does nothing: give it a style, or a dict "
-            "from paths of modules to styles",
+            "parallelize_module was called without a parallelize_plan and does nothing: pass a style, or a dict from "
+            "paths of modules to styles",
             stacklevel=2,
         )
         return module
@@ -90,8 +90,8 @@ def parallelize_module(
     for path, submodule in mesh.platform.named_modules(module):
         if hasattr(submodule, UNIT):
             raise ValueError(
-                f"parallelize_module: fully_shard was applied to {path or 'the module'!r} already, which has cut its "
-                "parameters: apply parallelize_module first"
+                f"parallelize_module: fully_shard was applied to {path or 'the module'!r} already, and has sharded "
+                "its parameters: apply parallelize_module first"
             )
     matches = resolve_plan(parallelize_plan, module, mesh)
     guards = guard_forgotten_layers(matches, dict(mesh.platform.named_modules(module)), mesh)

@@ -80,8 +80,8 @@ def balance_loss(probabilities: Any, indices: Any, mesh: DeviceMesh, *, losses: 
     if isinstance(probabilities, DTensor) or not platform.is_tensor(probabilities) or len(probabilities.shape) != 2:
         raise ValueError(
             "balance_loss takes the probabilities of this rank's tokens as a plain tensor (tokens, experts), got "
-            f"{type(probabilities).__name__} of shape {tuple(getattr(probabilities, 'shape', ()))}. DTensors are of "
-            "the whole batch: the formula of a single device is right for them"
+            f"{type(probabilities).__name__} of shape {tuple(getattr(probabilities, 'shape', ()))}. For DTensors, "
+            "which represent the full batch, use the formula of a single device"
         )
     tokens, experts = platform.shape_of(probabilities)
     _, counts, total = _counts(indices, experts, mesh, tokens)
@@ -96,8 +96,8 @@ def _counts(indices: Any, num_experts: int, mesh: DeviceMesh, tokens: int = 0) -
     platform = mesh.platform
     if isinstance(indices, DTensor) or not platform.is_tensor(indices) or platform.is_floating_point(indices):
         raise TypeError(
-            f"the experts of this rank's tokens are a plain tensor of integers, got {type(indices).__name__}: of a "
-            "DTensor, of the whole batch, count those of indices.full_tensor() with the framework's bincount"
+            "the indices of experts must be a plain tensor of integers, for this rank's tokens, got "
+            f"{type(indices).__name__}. For a DTensor, count indices.full_tensor() with the framework's bincount"
         )
     if platform.sends_nothing:  # a dry run has no values
         numbers = np.append(evenly(math.prod(platform.shape_of(indices)), num_experts), (0, tokens))
@@ -110,5 +110,8 @@ def _counts(indices: Any, num_experts: int, mesh: DeviceMesh, tokens: int = 0) -
         everywhere = collectives.all_reduce_over(mine, mesh, range(mesh.ndim))
         counted = numbers if platform.sends_nothing else values_of(everywhere, platform)
         if counted[-2]:
-            raise ValueError(f"{counted[-2]} indices on the ranks of {mesh} are of none of {num_experts} experts")
+            raise ValueError(
+                f"{counted[-2]} indices on the ranks of {mesh} are outside of 0 to num_experts - 1, for {num_experts} "
+                "experts"
+            )
         return platform.narrow(everywhere, 0, 0, num_experts), counted[:-2], int(counted[-1])

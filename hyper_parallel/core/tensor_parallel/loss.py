@@ -100,13 +100,13 @@ def vocab_parallel_cross_entropy(
 def _check_options(mesh: DeviceMesh, reduction: str, label_smoothing: float) -> None:
     if mesh.ndim != 1:
         raise ValueError(
-            f"vocab_parallel_cross_entropy takes a mesh with one dimension, got {mesh}: the classes are sharded over "
-            "one of them; give that as a mesh of its own, such as mesh['tp']"
+            f"vocab_parallel_cross_entropy takes a 1-D mesh, got {mesh}: pass the dimension over which the classes "
+            "are sharded, such as mesh['tp']"
         )
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, got {reduction!r}")
     if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"label_smoothing must lie between 0 and 1, got {label_smoothing}")
+        raise ValueError(f"label_smoothing must be between 0 and 1, got {label_smoothing}")
 
 
 def _check_plain(platform: Any, name: str, x: Any, optional: bool) -> None:
@@ -114,8 +114,8 @@ def _check_plain(platform: Any, name: str, x: Any, optional: bool) -> None:
         return
     if isinstance(x, DTensor):
         raise TypeError(
-            f"{name} of vocab_parallel_cross_entropy must be a plain local tensor, got a DTensor: call the framework's "
-            "cross_entropy on DTensors, within loss_parallel() if the target is plain, or give to_local()"
+            f"{name} of vocab_parallel_cross_entropy must be a plain local tensor, got a DTensor: call the "
+            "framework's cross_entropy on DTensors, within loss_parallel() if the target is plain, or pass to_local()"
         )
     if not platform.is_tensor(x):
         raise TypeError(f"{name} of vocab_parallel_cross_entropy must be a tensor, got {type(x).__name__}")
@@ -130,7 +130,8 @@ def _layout_of_target(target: Any, logits: Layout, dim: int) -> Layout:
     elif shape == samples:
         return get_layout(logits.mesh, (Replicate(),), samples)
     raise ValueError(
-        f"the target has shape {shape} and dtype {target.dtype}: for local_logits of shape {tuple(logits.local_shape)} "
-        f"with the classes in dimension {dim} it must hold integers of shape {samples}, or probabilities of shape "
-        f"{tuple(logits.local_shape)}; dim=-1 when the classes come last"
+        f"the target has shape {shape} and dtype {target.dtype}: for local_logits of shape "
+        f"{tuple(logits.local_shape)} with the classes in dimension {dim} the target must hold integers of shape "
+        f"{samples}, or probabilities of shape {tuple(logits.local_shape)}. Pass dim=-1 for classes in the last "
+        "dimension"
     )

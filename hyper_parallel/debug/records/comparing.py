@@ -166,9 +166,9 @@ def compare(
     made.run()
     if not made.rows:
         raise ValueError(
-            f"{a} and {b} have no tensor in common: {len(tensors[0])} of the first, as {_some(tensors[0])}, and "
-            f"{len(tensors[1])} of the second, as {_some(tensors[1])}. Say with names= which paths are which, and "
-            "record both with the model that is meant"
+            f"{a} and {b} have no tensor in common: the first has {len(tensors[0])}, such as {_some(tensors[0])}, and "
+            f"the second has {len(tensors[1])}, such as {_some(tensors[1])}. Map the paths with names=, and record "
+            "both runs with the same model"
         )
     notes = [f"{record.path}: {note}" for record in records for note in record.notes]
     return Comparison(
@@ -381,7 +381,9 @@ def _squeezed(y: Whole, x: Whole) -> Whole | None:
 
 def _shapes(tensor: Tensor) -> str:
     shapes = sorted({way.shape for way in tensor.ways()})
-    return " or ".join(map(str, shapes)) or f"parts of shape {tensor.entry.local} that are not known to lie anywhere"
+    return " or ".join(map(str, shapes)) or (
+        f"parts of shape {tensor.entry.local} whose positions in the full tensor are unknown"
+    )
 
 
 def _name(key: Key) -> str:

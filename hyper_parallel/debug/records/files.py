@@ -191,7 +191,7 @@ def read_record(path: str | Path) -> Record:
     found = {int(m[1]): file for file in sorted(folder.glob("rank-*.json")) if (m := _FILE.fullmatch(file.name))}
     if not found:
         raise RecordError(
-            f"{folder} holds no record: there is no file rank-0.json in it. `hyper_parallel.debug.record` writes it "
+            f"{folder} holds no record: it has no file rank-0.json. `hyper_parallel.debug.record` writes this file "
             "when its context ends"
         )
     entries, places, arrays, calls = {}, {}, {}, {}
@@ -202,8 +202,8 @@ def read_record(path: str | Path) -> Record:
         file = found[rank]
         if index["ranks"] != head["ranks"]:
             raise RecordError(
-                f"{file} is of a run of {index['ranks']} ranks, and {found[first].name} of one of {head['ranks']}: "
-                "files of two runs are in one folder; record into an empty one"
+                f"{file} belongs to a run of {index['ranks']} ranks, and {found[first].name} to a run of "
+                f"{head['ranks']} ranks: one folder holds files of two runs. Record into an empty folder"
             )
         places[rank] = [_make(Place, row, file) for row in index["places"]]
         entries[rank] = [_make(Entry, row, file) for row in index["entries"]]
@@ -213,8 +213,8 @@ def read_record(path: str | Path) -> Record:
         lacking = sorted({r for place in places[rank] for r in place.ranks} - set(found))
         if lacking:
             raise RecordError(
-                f"{folder} lacks rank-{lacking[0]}.json, of a rank that shares tensors with rank {rank}: copy the "
-                "files of all ranks into one folder"
+                f"{folder} lacks rank-{lacking[0]}.json, and rank {lacking[0]} shares tensors with rank {rank}: copy "
+                "the files of all ranks into one folder"
             )
     root = None if head["root"] is None else _make(Place, head["root"], found[first])
     _check((), () if root is None else (root,), (), head, found[first])
@@ -243,19 +243,19 @@ def _index(file: Path, rank: int) -> dict[str, Any]:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
-        raise RecordError(f"{file} is no index of a record: {error}") from error
+        raise RecordError(f"{file} is not the index of a record: {error}") from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise RecordError(f"{file} is no index of a record: it does not say {FORMAT!r} as its format")
+        raise RecordError(f"{file} is not the index of a record: its format is not {FORMAT!r}")
     if data.get("version") != VERSION:
         raise RecordError(
-            f"{file} is of version {data.get('version')!r} of the format, and this release reads {VERSION}: record "
-            "the run again"
+            f"{file} has version {data.get('version')!r} of the format, and this release reads version {VERSION}: "
+            "record the run again"
         )
     for name, kind in _INDEX.items():
         if not isinstance(data.get(name), kind):
             raise RecordError(f"{file} is damaged: its field {name!r} is {data.get(name)!r:.60}")
     if data["rank"] != rank or not 0 <= rank < data["ranks"]:
-        raise RecordError(f"{file} is the index of rank {data['rank']} of {data['ranks']}: it was renamed")
+        raise RecordError(f"{file} is the index of rank {data['rank']} of {data['ranks']}: the file was renamed")
     return data
 
 
@@ -263,7 +263,7 @@ def _make(cls: Any, row: Any, file: Path) -> Any:
     """Return an object of class ``cls`` from a JSON object, with tuples in place of lists."""
     names = [f.name for f in fields(cls)]
     if not isinstance(row, dict) or set(row) != set(names):
-        raise RecordError(f"{file} is damaged: {row!r:.80} is no {cls.__name__.lower()}")
+        raise RecordError(f"{file} is damaged: {row!r:.80} is not a valid {cls.__name__.lower()}")
     return cls(**{name: _frozen(row[name]) for name in names})
 
 
@@ -286,7 +286,7 @@ def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Ca
                 right = False
             if not right:
                 name = f" of {row.path!r} ({row.kind})" if kind != "place" else ""
-                raise RecordError(f"{file} is damaged: its {kind} {i}{name} does not fit the others")
+                raise RecordError(f"{file} is damaged: its {kind} {i}{name} is not consistent with the others")
 
 
 def _is_place(place: Place) -> bool:
@@ -326,5 +326,7 @@ def _numbers(file: Path, count: int) -> np.ndarray:
     except OSError as error:
         raise RecordError(f"{file} cannot be read: {error}") from error
     if size != 8 * count:
-        raise RecordError(f"{file} has {size} bytes, and its index names {8 * count}: the file was cut or written to")
+        raise RecordError(
+            f"{file} has {size} bytes, and its index expects {8 * count} bytes: the file was truncated or changed"
+        )
     return np.memmap(file, "<f8", "r", shape=(count,)) if count else np.zeros(0)

@@ -56,7 +56,7 @@ class record:
 
     def __init__(self, path: str | Path, model: Any = None, *, largest: int | None = 1 << 16) -> None:
         if largest is not None and (isinstance(largest, bool) or not isinstance(largest, int) or largest < 1):
-            raise ValueError(f"largest is a number of elements from 1 on, or None for no limit, got {largest!r}")
+            raise ValueError(f"largest takes a number of elements, at least 1, or None for no limit, got {largest!r}")
         self._path, self._model, self._largest = path, model, largest
 
     def __enter__(self) -> record:
@@ -64,7 +64,7 @@ class record:
         if self._model is not None and not isinstance(self._model, platform.Module):
             raise TypeError(
                 f"record(path, model) takes a module of the platform {platform.name!r}, got a "
-                f"{type(self._model).__name__}: give the model, or leave it out"
+                f"{type(self._model).__name__}: pass a module, or leave the model out"
             )
         world = platform.world() is not None
         self._rank, self._ranks = (platform.rank(), platform.world_size()) if world else (0, 1)

@@ -38,8 +38,8 @@ def report(comparison: Any) -> str:
     if first is None:
         nearest = max(rows, key=lambda row: row.difference / row.bound if row.bound else 0.0)
         lines.append(
-            f"The runs agree: no difference of {len(rows)} tensors is above what rounding explains. Nearest to that is "
-            f"the {nearest.name}, by {nearest.difference:.1e} of {nearest.bound:.1e}."
+            f"The runs agree: rounding explains the differences of all {len(rows)} tensors. The largest, in relation "
+            f"to its bound, is that of the {nearest.name}: {nearest.difference:.1e} of {nearest.bound:.1e}."
         )
     else:
         step = f" in step {first.step}" if any(row.step for row in rows) else ""

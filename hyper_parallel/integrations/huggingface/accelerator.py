@@ -88,7 +88,9 @@ def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
     if config is None or config.total_size == 1:
         return mesh_of_sizes(mesh, what) if hasattr(mesh, "dp_shard_size") else mesh
     if mesh is not None and mesh is not config:
-        raise ValueError(f"{what}: the accelerator has a parallelism_config, and a mesh is given as well: give one")
+        raise ValueError(
+            f"{what}: the accelerator has a parallelism_config, but a mesh was passed too: use one of the two"
+        )
     return mesh_of_sizes(config, what)
 
 
@@ -113,11 +115,11 @@ def check_accelerator(accelerator: Any) -> None:
     check_known(accelerator, _NEEDED, "parallelize_accelerator", "an accelerate.Accelerator", _KNOWN)
     kind = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type))
     if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"):
-        raise ValueError(f"the accelerator divides models by {kind} already: leave that out of its configuration")
+        raise ValueError(f"the accelerator shards models with {kind} already: remove {kind} from its configuration")
     if accelerator.dispatch_batches:
         raise ValueError(
-            "dispatch_batches=True divides each batch over all ranks, and ranks that share a model need the same one: "
-            "leave it out of the DataLoaderConfiguration"
+            "dispatch_batches=True splits each batch over all ranks, but ranks with shards of one model need the same "
+            "batch: leave dispatch_batches out of the DataLoaderConfiguration"
         )
     if accelerator._models or accelerator._dataloaders:
         raise ValueError("parallelize_accelerator: call it before accelerator.prepare")
@@ -227,8 +229,8 @@ class _Divided(_Base):
         if self._division.tensor is None or self._division.tensor.size() == 1:
             return super().split_between_processes(inputs, apply_padding)
         raise ValueError(
-            "split_between_processes gives each rank other inputs, and ranks that share a model need the same: take "
-            "inputs[accelerator.process_index :: accelerator.num_processes]"
+            "split_between_processes gives each rank different inputs, but ranks with shards of one model need the "
+            "same inputs: use inputs[accelerator.process_index :: accelerator.num_processes]"
         )
 
     def get_state_dict(self: Any, model: Any, unwrap: bool = True) -> Any:

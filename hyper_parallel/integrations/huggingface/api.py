@@ -94,8 +94,8 @@ def parallelize_model(
     heads, sequences = meshes_of(whole)
     if heads is not None and heads.ndim != 1:
         raise ValueError(
-            f"parallelize_model needs a 1-D mesh, with one more dimension 'cp' at most, got one of shape "
-            f"{whole.shape}: pass one dimension of it, as in mesh['tp'], or mesh['cp', 'tp']"
+            "parallelize_model needs a 1-D mesh, or a 2-D mesh with the dimension 'cp', got a mesh of shape "
+            f"{whole.shape}: pass a slice such as mesh['tp'] or mesh['cp', 'tp']"
         )
     check_src_data_rank(src_data_rank, sequences or whole)
     if sequences is not None:
@@ -153,8 +153,8 @@ def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:
                 where = f"{path}.{name}" if path else name
                 raise TypeError(
                     f"the model is quantised: {where!r} is a {type(parameter).__name__} of {parameter.dtype}. "
-                    "Parallelise it in bfloat16: load it without quantization_config, or call model.dequantize() "
-                    "before parallelize_model"
+                    "Parallelise the model in bfloat16: load the model without quantization_config, or call "
+                    "model.dequantize() before parallelize_model"
                 )
 
 

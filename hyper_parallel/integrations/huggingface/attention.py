@@ -55,7 +55,7 @@ def fit_heads(
             if getattr(module, _GROUPS, None) != heads // key_value:
                 raise ValueError(
                     f"{path!r} has {key_value} key and value heads for {ranks} ranks, and {type(module).__name__} has "
-                    f"no attribute {_GROUPS}={heads // key_value} that could be set to {heads // ranks} for each rank: "
+                    f"no attribute {_GROUPS}={heads // key_value} to set to {heads // ranks} for this rank's heads: "
                     "use gather_heads=True, or fewer ranks"
                 )
             for below, features in projections.items():
@@ -69,9 +69,9 @@ def fit_heads(
             both = f"{heads} heads" if key_value == heads else f"{heads} heads and {key_value} key and value heads"
             fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (key_value % n == 0 or n % key_value == 0)]
             raise ValueError(
-                f"{path!r} has {both}, which the {ranks} ranks of {mesh} cannot share: use a mesh of "
-                f"{', '.join(map(str, fitting))} ranks, or gather_heads=True, which computes attention in whole on "
-                "every rank"
+                f"{path!r} has {both}, which do not divide over the {ranks} ranks of {mesh}. Use a mesh of "
+                f"{', '.join(map(str, fitting))} ranks, or gather_heads=True, which computes full attention on every "
+                "rank"
             )
     return local_sizes
 

@@ -58,10 +58,10 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
                 continue
             if max(sizes.values()) > 1 or path == above:
                 raise ValueError(
-                    f"the plan shards the features between the projections of {above!r} and does not name the "
-                    f"parameters {', '.join(map(repr, sizes))} of {path!r}, which may be computed with there: give "
-                    f"{path!r} a style with plan={{...}}, such as 'replicated_with_grad_allreduce' for a norm inside "
-                    "heads, or take the projections out of the plan"
+                    f"the plan shards the features between the projections of {above!r}, but has no style for the "
+                    f"parameters {', '.join(map(repr, sizes))} of {path!r}, which may be used between them. Add a "
+                    f"style for {path!r} with plan={{...}}, such as 'replicated_with_grad_allreduce' for a norm "
+                    "inside heads. Or remove the projections from the plan"
                 )
             styles[path] = ActivationParallel()
 

@@ -132,8 +132,9 @@ def _biased_experts(block: Any, ranks: int) -> BlockPlan:
     """Return the plan of experts with biases, whose gate and up features alternate."""
     if block.intermediate_size % ranks:
         raise ValueError(
-            f"{type(block).__name__} has {block.intermediate_size} features inside of each expert, which {ranks} ranks "
-            "cannot share: use a mesh whose size divides them, or whole experts, expert_parallel=True"
+            f"{type(block).__name__} has {block.intermediate_size} features inside each expert, which do not divide "
+            f"over {ranks} ranks: use a mesh whose size divides the features, or shard by whole experts with "
+            "expert_parallel=True"
         )
     return {
         "": BiasedExpertsParallel(

@@ -60,11 +60,13 @@ class Division:
             raise ValueError(f"{what} takes 'fully_shard' or 'replicate' for data_parallel, got {data_parallel!r}")
         names = mesh.mesh_dim_names
         if names is None:
-            raise ValueError(f"{what} needs a mesh with names, such as ('dp', 'tp'): give mesh_dim_names to it")
+            raise ValueError(
+                f"{what} needs a mesh with names, such as ('dp', 'tp'): pass mesh_dim_names to init_device_mesh"
+            )
         if "cp" in names:
             raise ValueError(
-                f"{what} does not divide sequences, and {mesh} has a dimension 'cp': call parallelize_model in a "
-                "training loop of your own, as the page on long sequences shows"
+                f"{what} does not support sharded sequences, but {mesh} has a dimension 'cp': call parallelize_model "
+                "in your own training loop, as in docs/long_sequences.md"
             )
         world = mesh.platform.world_size()
         if mesh.size() != world:
@@ -94,8 +96,8 @@ class Division:
         elif self.tensor is not None and self.tensor.size() > 1:
             if not self._plan:
                 raise ValueError(
-                    f"{self._what} knows no plan for {type(model).__name__}, which is no model of transformers: give "
-                    "plan, from names of modules to styles"
+                    f"{self._what} has no plan for {type(model).__name__}, which is not a model of transformers: pass "
+                    "plan=, a dict from names of modules to styles"
                 )
             parallelize_module(model, self.tensor, dict(self._plan))
         if self._data is None:
@@ -130,9 +132,9 @@ def mesh_of_sizes(config: Any, what: str) -> DeviceMesh:
     """
     if config.cp_size > 1 or config.sp_size > 1:
         raise ValueError(
-            f"{what} does not divide sequences, and the ParallelismConfig has cp_size={config.cp_size} and "
-            f"sp_size={config.sp_size}: leave both at 1, or call parallelize_model in a training loop of your own, as "
-            "the page on long sequences shows"
+            f"{what} does not support sharded sequences, but the ParallelismConfig has cp_size={config.cp_size} and "
+            f"sp_size={config.sp_size}. Leave both at 1, or call parallelize_model in your own training loop, as in "
+            "docs/long_sequences.md"
         )
     sizes = {"dp_replicate": config.dp_replicate_size, "dp_shard": config.dp_shard_size, TENSOR: config.tp_size}
     # "dp_shard" stays even with size 1: without it, replicas would be taken for shards.

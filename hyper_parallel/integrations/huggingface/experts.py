@@ -54,9 +54,9 @@ class ExpertsParallel(ModuleStyle):
                 placement = None if path else self.placements.get(name)
                 if placement is None or (placement is Replicate() and name not in self.shared):
                     raise ValueError(
-                        f"the plan shards the experts {where!r} and not their parameter "
-                        f"{f'{path}.{name}' if path else name!r}, which every rank would add: name it, or take "
-                        f"{where!r} and its parameters out of the plan"
+                        f"the plan shards the experts {where!r} but not their parameter "
+                        f"{f'{path}.{name}' if path else name!r}, which would be added once for each rank. Add a "
+                        f"style for this parameter, or remove {where!r} and its parameters from the plan"
                     )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
@@ -142,14 +142,15 @@ class WholeExpertsParallel(ExpertsParallel):
         for name, placement in self.placements.items():
             if placement is not Shard(0) or shapes[name][0] != count:
                 raise ValueError(
-                    f"the plan shards {where!r} by expert, and the parameter {name!r} of shape {shapes[name]} as "
-                    f"{placement!r} of num_experts={count}: each must be (experts, ...) and 'grouped_gemm', or shard "
-                    "inside each expert: 'moe_tp_experts', with 'packed_colwise' and 'rowwise' for its parameters"
+                    f"the plan shards {where!r} by expert, but places the parameter {name!r} of shape {shapes[name]} "
+                    f"as {placement!r}, for num_experts={count}. Each parameter must be (experts, ...) with the style "
+                    "'grouped_gemm'. To shard inside each expert, use 'moe_tp_experts', with 'packed_colwise' and "
+                    "'rowwise' for its parameters"
                 )
         if not isinstance(count, int) or count % ranks:
             raise ValueError(
-                f"{where!r} has {count} experts, which the {ranks} ranks of {device_mesh} cannot share: use a mesh "
-                "whose size divides them, or shard inside each expert (expert_parallel=False)"
+                f"{where!r} has {count} experts, which do not divide over the {ranks} ranks of {device_mesh}: use a "
+                "mesh whose size divides the number of experts, or shard inside each expert (expert_parallel=False)"
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:
@@ -166,9 +167,9 @@ class WholeExpertsParallel(ExpertsParallel):
         weights = [key for key, x in given.items() if key not in indices and tuple(getattr(x, "shape", ())) == shape]
         if len(weights) != 1:
             raise ValueError(
-                f"{type(module).__name__} was called with arguments that expert parallelism does not know: it takes "
-                "hidden states, indices of experts, and weights of the same shape as the indices. Shard inside each "
-                "expert instead (expert_parallel=False)"
+                f"{type(module).__name__} was called with unsupported arguments: expert parallelism needs hidden "
+                "states, indices of experts, and weights of the same shape as the indices. Otherwise shard inside "
+                "each expert (expert_parallel=False)"
             )
         index, weight = given[indices[0]], given[weights[0]]
         own = index // module.num_experts == mesh.get_local_rank()
@@ -227,15 +228,15 @@ def with_own_tokens(
     whole = {path: style for path, style in styles.items() if isinstance(style, WholeExpertsParallel)}
     if not whole:
         raise ValueError(
-            f"expert_parallel={over} is given, and the plan has no whole experts: name them with plan={{...}}, as "
-            "'ep_dispatch_experts' and their parameters as 'grouped_gemm'"
+            f"expert_parallel={over} was passed, but the plan has no expert parallelism: add the experts with "
+            "plan={...}, as 'ep_dispatch_experts', and their parameters as 'grouped_gemm'"
         )
     root = over.get_root_mesh()
     name = None if mesh.mesh_dim_names is None else mesh.mesh_dim_names[0]
     if over.ndim != 1 or not over.shares_root(mesh) or name is None or root[name] is not mesh:
         raise ValueError(
-            f"expert_parallel={over} is no 1-D slice of the mesh that {mesh} was sliced from by name: give another "
-            'dimension, mesh["dp"], or one that contains it, mesh["dp", "tp"]._flatten("ep")'
+            f"expert_parallel={over} is not a 1-D slice, by name, of the root mesh of {mesh}: pass another dimension, "
+            'mesh["dp"], or a flattened dimension, mesh["dp", "tp"]._flatten("ep")'
         )
     arguments: dict[str, Any] = {"input_layout": Replicate(), "tp_dim": name}
     found: dict[str, ParallelStyle] = {}

@@ -27,7 +27,7 @@ def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known
     if lacking:
         package, _, name = kind.split()[1].partition(".")
         raise ValueError(
-            f"{caller}: this release of {package}'s {name} has no {', '.join(lacking)}; known is {known}: "
+            f"{caller}: {name} of the installed {package} has no {', '.join(lacking)}. The tested release is {known}: "
             f'pip install "{package}~={known}.0"'
         )
 

@@ -30,7 +30,7 @@ def fit_head(
     style = None if path is None else styles.get(path)
     if path is None or not isinstance(style, ColwiseParallel):
         raise ValueError(
-            f"gather_logits=False is for models whose plan shards a head over the vocabulary by columns, and "
+            "gather_logits=False needs a plan with a column-wise head, sharded over the vocabulary, but "
             f"{type(model).__name__} has {'no head' if path is None else f'{path!r} with the style {style!r}'}"
         )
     styles[path] = ColwiseParallel(

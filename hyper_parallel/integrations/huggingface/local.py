@@ -37,8 +37,8 @@ class LocalParametersParallel(ModuleStyle):
         own = [name for name, _ in device_mesh.platform.named_parameters(module)]
         if forgotten := [name for name in own if name not in self.placements]:
             raise ValueError(
-                f"the plan gives {where!r} the style 'local_params' and not its parameters "
-                f"{', '.join(map(repr, forgotten))} a style: name them too, as 'colwise' where they are one number for "
+                f"the plan has the style 'local_params' for {where!r}, but no styles for its parameters "
+                f"{', '.join(map(repr, forgotten))}. Add styles for these parameters, 'colwise' for one number for "
                 "each head"
             )
 

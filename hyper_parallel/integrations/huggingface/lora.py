@@ -82,8 +82,8 @@ def parallelize_adapters(model: Any, device_mesh: DeviceMesh | None = None, *, s
             }
     if not styles:
         raise ValueError(
-            "parallelize_adapters found no LoRA adapters that are whole on layers that are sharded: call "
-            "parallelize_model, add adapters, and then this"
+            "parallelize_adapters found no unsharded LoRA adapters on sharded layers: call parallelize_model, add "
+            "adapters, and then call parallelize_adapters"
         )
     parallelize_module(model, mesh, dict(styles), src_data_rank=src_data_rank)
     return model
@@ -160,8 +160,8 @@ def _refuse_copies(styles: dict[str, ParallelStyle], modules: dict[str, Any]) ->
     for path in styles:
         if hasattr(modules.get(path), "modules_to_save"):
             raise ValueError(
-                f"the plan shards {path!r}, of which peft trains a copy of its own ({type(modules[path]).__name__}): "
-                f"leave it out of modules_to_save and set requires_grad of its parameters, or take it out of the plan "
+                f"the plan shards {path!r}, but peft trains a copy of it ({type(modules[path]).__name__}). Leave "
+                f"{path!r} out of modules_to_save and set requires_grad of its parameters, or remove it from the plan "
                 f"with plan={{{path!r}: None}}"
             )
 
@@ -173,19 +173,19 @@ def _gives_whole(style: ParallelStyle) -> bool:
 
 def _check(path: str, module: Any, style: ParallelStyle) -> None:
     kind = type(module).__name__
-    take_out = f"leave {path!r} out of target_modules, or take it out of the plan with plan={{{path!r}: None}}"
+    take_out = f"leave {path!r} out of target_modules, or remove {path!r} from the plan with plan={{{path!r}: None}}"
     if len(getattr(module, "lora_embedding_A", ())) and _gives_whole(style):
         return  # each rank computes the adapter in whole, and adds it to a whole output
     if not len(getattr(module, "lora_A", ())) or not hasattr(module, "lora_B"):
         raise ValueError(
-            f"the plan shards {path!r}, whose adapter ({kind}) is not LoRA on a linear layer: the part of it to "
-            f"shard is unknown; {take_out}"
+            f"the plan shards {path!r}, but its adapter ({kind}) is not LoRA on a linear layer, so its sharding is "
+            f"unknown: {take_out}"
         )
     for variant in ("lora_magnitude_vector", "lora_variant"):
         if len(getattr(module, variant, ())):
             raise ValueError(
-                f"the plan shards {path!r}, whose adapter computes with the whole weight of its layer ({variant}, as "
-                f"DoRA does): use LoRA without it, or {take_out}"
+                f"the plan shards {path!r}, but its adapter needs the full weight of the layer ({variant}, as in "
+                f"DoRA): use LoRA without this variant, or {take_out}"
             )
     if getattr(module, "merged_adapters", ()):
         raise ValueError(f"the adapters of {path!r} are merged: call unmerge_adapter() before parallelize_model")
@@ -196,6 +196,7 @@ def _check(path: str, module: Any, style: ParallelStyle) -> None:
     )
     if not known:
         raise ValueError(
-            f"the plan gives {path!r}, which has LoRA adapters, the style {style!r}: their gradients are known to be "
-            f"right for layers by columns that read whole inputs and by rows that give whole outputs; {take_out}"
+            f"the plan has the style {style!r} for {path!r}, which has LoRA adapters. Adapters are supported on "
+            "column-wise layers with replicated inputs and row-wise layers with replicated outputs. Otherwise "
+            f"{take_out}"
         )

@@ -44,9 +44,9 @@ class LocalMixer(ModuleStyle):
         own = [name for name, _ in device_mesh.platform.named_parameters(module)]
         if forgotten := [name for name in own if name not in self.by_name]:
             raise ValueError(
-                f"{where!r} holds the parameters {', '.join(map(repr, forgotten))}, which its known plan does not name:"
-                " this release of transformers is not known here. Take the mixer out of the plan, "
-                f"plan={{{where!r}: None}}, with its projections"
+                f"{where!r} has the parameters {', '.join(map(repr, forgotten))}, which the library's plan for it "
+                "lacks: this release of transformers is not supported. Remove the mixer and its projections from the "
+                f"plan, plan={{{where!r}: None}}"
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:

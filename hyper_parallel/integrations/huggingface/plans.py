@@ -81,16 +81,16 @@ def named_plan(
         by_expert = dict(getattr(model, "ep_plan", None) or known_expert_plan(model))
         if not by_expert:
             raise ValueError(
-                f"{type(model).__name__} brings no plan for expert parallelism: leave out expert_parallel=True, or "
-                "name experts with plan={...}, as 'ep_dispatch_experts' and their parameters as 'grouped_gemm'"
+                f"{type(model).__name__} has no plan for expert parallelism: leave out expert_parallel=True, or name "
+                "experts with plan={...}, as 'ep_dispatch_experts' and their parameters as 'grouped_gemm'"
             )
         plan = {key: style for key, style in plan.items() if not any(_is_at(key, experts) for experts in by_expert)}
         plan |= by_expert
     if not plan and not changes:
         raise ValueError(
-            f"{type(model).__name__} brings no tensor-parallel plan, and none is known here for the architecture "
-            f"{model.config.model_type!r} (only for {', '.join(map(repr, known_architectures()))}): give "
-            "parallelize_model one with plan={...}"
+            f"{type(model).__name__} has no tensor-parallel plan, and this library has none for the architecture "
+            f"{model.config.model_type!r} (only for {', '.join(map(repr, known_architectures()))}): pass a plan to "
+            "parallelize_model with plan={...}"
         )
     taken_out = [key for key, style in changes.items() if style is None]
     plan = {key: style for key, style in plan.items() if key not in taken_out}
@@ -117,7 +117,7 @@ def resolve_styles(
     for key in changes:
         if not known.matching(key):
             raise ValueError(
-                f"plan has the key {key!r}, and the model no such module or parameter{did_you_mean(key, names)}"
+                f"plan has the key {key!r}, but the model has no such module or parameter{did_you_mean(key, names)}"
             )
     styles: dict[str, ParallelStyle] = {}
     parameters: dict[str, dict[str, str]] = {}
@@ -142,8 +142,9 @@ def resolve_styles(
         for path, name in of_parameter:
             if not isinstance(given, str) or given not in _PARAMETERS:
                 raise ValueError(
-                    f"the plan gives the parameter {key!r} the style {given!r}: for parameters there are "
-                    f"{', '.join(map(repr, _PARAMETERS))}; give the module that holds it ParameterParallel"
+                    f"the plan has the style {given!r} for the parameter {key!r}: the styles of parameters are "
+                    f"{', '.join(map(repr, _PARAMETERS))}. Otherwise use ParameterParallel for the module of the "
+                    "parameter"
                 )
             parameters.setdefault(path, {})[name] = given
     for key in (key for key, style in changes.items() if style is None):
@@ -169,7 +170,9 @@ def _style(
     if name == "moe_identity_expert":
         return IdentityExpertsParallel()
     if name == "grouped_gemm":
-        raise ValueError(f"the plan gives the module {key!r} the style {name!r}, which is for parameters of experts")
+        raise ValueError(
+            f"the plan has the style {name!r} for the module {key!r}, but this style is for parameters of experts"
+        )
     style = style_by_name(name, key)
     one_matrix = by_author and name == "colwise" and platform.is_linear_module(modules[path])
     return ColwiseParallel(packed=1) if one_matrix else style
@@ -180,9 +183,9 @@ def _latent_key(attention: Any, path: str) -> ParallelStyle:
     features = getattr(attention, "qk_rope_head_dim", None)
     if features is None:
         raise ValueError(
-            f"the plan gives {path!r} the style 'mla_kv_a_proj', and {type(attention).__name__} has no "
-            "qk_rope_head_dim, the number of the last features that all heads share: set it, or take the attention's "
-            "projections out of the plan"
+            f"the plan has the style 'mla_kv_a_proj' for {path!r}, but {type(attention).__name__} has no "
+            "qk_rope_head_dim, the number of features that all heads share. Set this attribute, or remove the "
+            "attention's projections from the plan"
         )
     return LatentKeyParallel(features)
 

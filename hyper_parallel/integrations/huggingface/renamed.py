@@ -39,7 +39,7 @@ def arrangement(model: Any) -> Callable[[Tensors], Tensors] | None:
             if pattern is not None:
                 several.setdefault(new, {}).setdefault(pattern, []).append(name)
             elif new in arranged:
-                raise ValueError(f"two tensors of the files would be called {new!r}, one of them is {name!r}")
+                raise ValueError(f"two tensors of the files would get the name {new!r}, one of the two is {name!r}")
             else:
                 arranged[new] = tensor
         for new, by_pattern in several.items():
@@ -64,8 +64,8 @@ def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredT
         "MergeModulelist" in kinds and operations[0].dim != 0
     ):
         raise ValueError(
-            f"transformers makes {name!r} of {len(everything)} tensors in the files by {', '.join(kinds)}, which is "
-            "not known here: load with from_pretrained, and call parallelize_model then"
+            f"transformers makes {name!r} from {len(everything)} tensors in the files by {', '.join(kinds)}, which is "
+            "not supported: load the model with from_pretrained, and then call parallelize_model"
         )
     alike = {(tensor.dtype, len(tensor.shape)) for tensor in everything}
     stacks = "MergeModulelist" in kinds
@@ -73,10 +73,10 @@ def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredT
     sizes = {len(group) for group in groups}
     shapes = [{tensor.shape for tensor in group} for group in groups]
     if len(alike) != 1 or len(sizes) != 1 or 0 in sizes or any(len(shape) != 1 for shape in shapes):
-        raise ValueError(f"the files lack parts of {name!r}, or have parts whose shapes do not fit: {shapes}")
+        raise ValueError(f"the files lack parts of {name!r}, or have parts of wrong shapes: {shapes}")
     count = sizes.pop()
     if (not stacks and count != 1) or (joined is None and len(groups) != 1):
-        raise ValueError(f"the files have {count} tensors for each part of {name!r}, and each part must be one tensor")
+        raise ValueError(f"the files have {count} tensors for each part of {name!r}, but each part must be one tensor")
     parts: list[Part] = []
     start, shape = 0, [0]
     for group in groups:

@@ -27,9 +27,9 @@ class WholeScaledExperts(WholeExpertsParallel):
 
     def check(self, module: Any, device_mesh: DeviceMesh, where: str) -> None:
         raise ValueError(
-            f"{where!r} takes all tokens for each expert, scaled by the router's scores, and no routes that could be "
-            "masked: give the mesh whose ranks share the experts, expert_parallel=mesh['tp'], or shard inside each "
-            "expert (expert_parallel=False)"
+            f"{where!r} computes each expert on all tokens, scaled by the router's scores, so tokens cannot be sent "
+            "to ranks of their experts. Pass the mesh over which experts are sharded, expert_parallel=mesh['tp'], or "
+            "shard inside each expert (expert_parallel=False)"
         )
 
     def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
@@ -62,8 +62,8 @@ class ScaledExpertParallel(ExpertParallel):
         given = [*args, *kwargs.values()]
         if any(isinstance(x, DTensor) for x in given):
             raise ValueError(
-                f"{module_label(module)} is called with a DTensor, in which ranks have parts of experts' rows: give "
-                "each rank a plain batch of its own"
+                f"{module_label(module)} is called with a DTensor, whose shards cut the rows of experts: pass a plain "
+                "batch on each rank"
             )
         if len(given) != 1 or len(platform.shape_of(given[0])) != 2 or platform.shape_of(given[0])[0] % count:
             return super()._run(module, forward, args, kwargs, mesh, tp, count)  # which refuses it on all ranks

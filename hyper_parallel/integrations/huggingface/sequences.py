@@ -68,30 +68,30 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: as `parallelize_model` documents.
     """
-    remedy = "parallelise it on a mesh without the dimension 'cp'"
+    remedy = "parallelise the model on a mesh without the dimension 'cp'"
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
-        raise ValueError(f"{name} does not take its attention from transformers' interface: {remedy}")
+        raise ValueError(f"{name} does not use the attention interface of transformers: {remedy}")
     for path, module in mesh.platform.named_modules(model):
         config = getattr(module, "config", None)
         odd = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
         if odd:
-            raise ValueError(f"{path or name!r} has layers of the kinds {odd}, which are not known here: {remedy}")
+            raise ValueError(f"{path or name!r} has layers of the kinds {odd}, which are not supported: {remedy}")
         types = getattr(module, "rope_type", ())
         types = types.values() if isinstance(types, dict) else (types,)
         if any(kind in _BY_LENGTH for kind in types):
             raise ValueError(
-                f"{path!r} scales its rotary embeddings by the largest position, which ranks with parts do not know: "
-                f"choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
+                f"{path!r} scales its rotary embeddings by the largest position, which is unknown on a rank with a "
+                f"shard of the sequence. Choose another rope_type than {', '.join(map(repr, _BY_LENGTH))}, or {remedy}"
             )
         if any(name.endswith("sinks") for name in mesh.platform.own_parameters(module)) and not _with_sinks(module):
             raise ValueError(
-                f"{path!r} has sinks, one more score of each query, and its file has no function "
-                f"eager_attention_forward that reads them: {remedy}"
+                f"{path!r} has attention sinks, but its file has no function eager_attention_forward with sinks: "
+                f"{remedy}"
             )
         if type(module).__name__ in _MIXING:
             raise ValueError(
-                f"{path!r} is a {type(module).__name__}, which mixes positions and is no attention: {remedy}"
+                f"{path!r} is a {type(module).__name__}, which mixes positions but is not attention: {remedy}"
             )
 
 
@@ -128,13 +128,14 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
         given = _by_name(module, args, kwargs)
         if given.get("labels") is not None:
             raise ValueError(
-                f"{type(module).__name__} would shift labels inside of this rank's part, and take its mean: leave "
-                "labels out, and give logits and the labels of shard_sequence to token_mean"
+                f"{type(module).__name__} would shift labels within this rank's shard, and average over this shard "
+                "alone. Leave labels out, and compute the loss with token_mean from the logits and the labels of "
+                "shard_sequence"
             )
         routed = given.get("output_router_logits")
         if getattr(module.config, "output_router_logits", False) if routed is None else routed:
             raise ValueError(
-                f"{type(module).__name__} would balance its experts over the tokens of this rank's part: leave "
+                f"{type(module).__name__} would balance its experts over the tokens of this rank alone: leave "
                 "output_router_logits out, or set it to False in the model's config"
             )
         return (), given
@@ -225,21 +226,22 @@ def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[A
         whole = whole and set(lengths.tolist()) == {0 if mask is None else int(parts.sum())}
     if positions is None or same:
         raise ValueError(
-            f"{name} takes parts of sequences on {mesh}, and "
+            f"{name} takes shards of sequences on {mesh}, but "
             f"{'was called without position_ids' if positions is None else 'all ranks gave the same position_ids'}: "
-            "cut the batch with shard_sequence, which makes them, and give them to the model"
+            "shard the batch with shard_sequence, which makes position_ids, and pass position_ids to the model"
         )
     if not whole:
         raise ValueError(
-            f"the attention_mask of {name} is to be the one of the whole sequence on all ranks, of (samples, length), "
-            f"and here it has the shape {kind}: shard_sequence leaves it whole"
+            f"the attention_mask of {name} must be that of the full sequence on all ranks, of shape (samples, "
+            f"length), got the shape {kind}: use the mask of shard_sequence, which does not shard it"
         )
     compared.add(kind)
     # All ranks have compared a mask of this shape, so each has the same full mask and comes to the same decision.
     if mask is not None and platform.has_values(mask) and not bool(mask.all()):
         raise ValueError(
-            f"the attention_mask of {name} hides tokens, which is not possible where sequences are cut: pad at the end "
-            "and leave the mask out, with labels that are ignored. Under a causal mask no token sees those behind it"
+            f"the attention_mask of {name} hides tokens, which is not supported for sharded sequences. Pad at the end "
+            "with ignored labels, and leave the mask out. Under a causal mask, no token attends to the padding after "
+            "it"
         )
     return {**given, "attention_mask": None}
 
@@ -264,11 +266,11 @@ def _attention(
     further = [name for name in _FURTHER if more.get(name) is not None]
     if cut is None:
         raise ValueError(
-            f"{where} is of a copy of a model whose sequences are cut: call parallelize_model for the copy"
+            f"{where} belongs to a copy of a model with sharded sequences: call parallelize_model for the copy"
         )
     if further or attention_mask is not None:
         raise ValueError(
-            f"{where} has {', '.join(further) or 'a mask'}, which is not possible where sequences are cut: parallelise "
+            f"{where} has {', '.join(further) or 'a mask'}, which is not supported for sharded sequences: parallelise "
             "the model on a mesh without the dimension 'cp'"
         )
     if (earlier := _EARLIER.get(module)) is None:

@@ -66,8 +66,8 @@ def say_shares(model: Any, mesh: DeviceMesh) -> None:
     LOG.info("%s; whole on each rank: %s%s", text, ", ".join(names[:_NAMED]) or "none", more)
     if share < _SMALL:
         warnings.warn(
-            f"{text}: the plan has no style that shards {', '.join(names[:_NAMED])}{more}. Give styles for their "
-            "modules with plan={...}, or leave it so: the result is right, and each rank holds them whole",
+            f"{text}: the plan has no style that shards {', '.join(names[:_NAMED])}{more}. Results are right, but "
+            "each rank holds these parameters in full. To shard them, add styles for their modules with plan={...}",
             UserWarning,
             stacklevel=4,
         )

@@ -91,8 +91,8 @@ def _check(trainer: Any) -> None:
     check_known(trainer, _NEEDED, "parallelize_trainer", "a transformers.Trainer", _KNOWN)
     if getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ValueError(
-            "train_sampling_strategy='batch_rebalance' gives each rank other samples, and ranks that share a model "
-            "need the same: choose 'random', 'sequential' or 'group_by_length'"
+            "train_sampling_strategy='batch_rebalance' gives each rank different samples, but ranks with shards of "
+            "one model need the same samples: choose 'random', 'sequential' or 'group_by_length'"
         )
     check_accelerator(trainer.accelerator)
 
@@ -199,7 +199,7 @@ def load_weights(model: Any, folder: Path) -> None:
 
     def name_of(saved: str) -> str:
         if saved not in names:
-            raise ValueError(f"{adapters} has {saved!r}, which no adapter of the model has")
+            raise ValueError(f"{adapters} has {saved!r}, which matches no adapter of the model")
         return names[saved]
 
     load_pretrained(model, adapters, rename=name_of, strict=False)
@@ -215,7 +215,9 @@ def by_names(saved: Mapping[str, Any], model: Any, optimizer: Any) -> dict[str, 
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     if len(order) != len(numbers):
-        raise ValueError(f"the saved optimizer has {len(numbers)} parameters, and this one {len(order)}")
+        raise ValueError(
+            f"the saved optimizer has {len(numbers)} parameters, but the present optimizer has {len(order)}"
+        )
     named = dict(zip(numbers, order, strict=True))
     return {
         "state": {named[number]: state for number, state in saved["state"].items()},

@@ -34,9 +34,7 @@ class AttentionRole:
 
         ``mixes(name, lengths)`` is called before other functions that mix elements along dimensions of plain tensors.
         The backend calls it for the functions that it sees. ``lengths`` are the sizes of these dimensions."""
-        raise TypeError(
-            f"{type(self).__name__} has no function of attention that can be told of a sequence that is cut"
-        )
+        raise TypeError(f"{type(self).__name__} has no attention function for sharded sequences")
 
     def transposed(self, x: Tensor, dim: int = -2, other: int = -1) -> Tensor:
         """Return ``x`` with two dimensions swapped. Differentiable."""

@@ -127,4 +127,6 @@ class CollectiveRole(ABC):
         """Return one picklable value of each rank, in rank order. It is not on the hot path."""
 
     def _missing(self, verb: str) -> TypeError:
-        return TypeError(f"{type(self).__name__} brings no {verb}, as its `supports` should say")
+        return TypeError(
+            f"{type(self).__name__} does not implement {verb}, so its `supports` must return False for {verb}"
+        )

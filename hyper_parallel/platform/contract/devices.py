@@ -37,7 +37,7 @@ class DeviceRole(ABC):
             pin_memory: whether to use pinned memory, where the platform has it.
         """
         if self.device_type != "cpu":
-            raise TypeError(f"{type(self).__name__} keeps no parameters in the memory of the host")
+            raise TypeError(f"{type(self).__name__} does not support parameters in host memory")
         return x
 
     def host_tensor(self, values: np.ndarray) -> Tensor:
@@ -119,4 +119,4 @@ class DeviceRole(ABC):
 
     def set_host_rng_state(self, state: Any) -> None:
         """Restore a state from `get_host_rng_state` that is not None."""
-        raise TypeError(f"{type(self).__name__} has no generator of the host")
+        raise TypeError(f"{type(self).__name__} has no generator of random numbers on the host")

@@ -63,12 +63,12 @@ class DryRole:
     def differentiate(self, call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Call ``call``, which returns a scalar, and return its gradients as a training loop of the framework does.
         ``parameters`` are the DTensors or plain tensors to differentiate by."""
-        raise TypeError(f"{type(self).__name__} does not say how it differentiates")
+        raise TypeError(f"{type(self).__name__} does not implement gradients for dry runs")
 
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``call(*args, **kwargs)`` under activation checkpointing: it saves the arguments alone for backward and
         recomputes the rest."""
-        raise TypeError(f"{type(self).__name__} does not compute forwards again in backward")
+        raise TypeError(f"{type(self).__name__} does not support activation checkpointing in dry runs")
 
     def make_decoder(self, sizes: Mapping[str, int]) -> Module:
         """Return a decoder with the layers, names and shapes of Llama, for models that are given by name:
@@ -77,7 +77,7 @@ class DryRole:
         Args:
             sizes: ``hidden``, ``intermediate``, ``layers``, ``heads``, ``key_value_heads``, ``vocabulary``.
         """
-        raise TypeError(f"{type(self).__name__} makes no models: give one, as package.module:function")
+        raise TypeError(f"{type(self).__name__} has no models by name: pass package.module:function")
 
     def usage(self) -> AbstractContextManager[Usage] | None:
         """Return a context manager that yields the `Usage` of the operations inside, forward and backward. None where

@@ -79,7 +79,7 @@ class Fast:
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return ``x @ weight.T + bias`` of plain local tensors. Differentiable. Called only after `is_plain_linear`
         answered True."""
-        raise TypeError(f"{type(self).__name__} has no plain linear layers")
+        raise TypeError(f"{type(self).__name__} does not implement plain linear layers")
 
     def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
         """Return ``call(module, x, parameters)``, the forward of the framework's own norm class with other parameters.
@@ -147,7 +147,7 @@ class Fast:
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
         """Accumulate a plain tensor into the gradient of each parameter, or make it the gradient. No other code writes
         to these tensors; None adds nothing. Called after `can_delay_gradient` answered True, with interception off."""
-        raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters")
+        raise TypeError(f"{type(self).__name__} does not accumulate gradients in parameters (`.grad`)")
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """Return ``x`` as another tensor, which can replace it in every use, including writes. Backward calls ``call``

@@ -93,7 +93,7 @@ class GroupRole(ABC):
 
     def describe_group(self, native: Any) -> NativeGroup:
         """Invert `native_group`: describe a process group of the framework. Raises TypeError for any other object."""
-        raise TypeError(f"{type(self).__name__} takes no groups that others have made")
+        raise TypeError(f"{type(self).__name__} cannot use existing process groups")
 
     def native_mesh(
         self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Group], root: Any = None
@@ -107,12 +107,12 @@ class GroupRole(ABC):
             groups: this rank's group along each dimension.
             root: the framework's mesh to slice by ``names``, if this mesh is a slice.
         """
-        raise TypeError(f"{type(self).__name__} has no meshes of its own")
+        raise TypeError(f"{type(self).__name__} has no mesh class of the framework")
 
     def describe_native_mesh(self, native: Any) -> NativeMesh:
         """Invert `native_mesh`: describe a mesh of the framework. Makes no groups. Raises TypeError for any other
         object."""
-        raise TypeError(f"{type(self).__name__} has no meshes of its own")
+        raise TypeError(f"{type(self).__name__} has no mesh class of the framework")
 
     def describe_native_placement(self, native: Any) -> tuple[Any, ...] | None:
         """Describe a placement of the framework's own DTensors that has a counterpart in core. The description is the

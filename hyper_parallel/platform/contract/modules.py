@@ -62,7 +62,7 @@ class ModuleRole(ABC):
         """
         kind = _kind_of(module, self.linear_kinds) or _kind_of(module, self.embedding_kinds)
         if kind is None:
-            raise TypeError(f"{type(module).__name__} is no linear or embedding module")
+            raise TypeError(f"{type(module).__name__} is not a linear or embedding module")
         return kind
 
     def normalized_dims(self, module: Module) -> int | None:

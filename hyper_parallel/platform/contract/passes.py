@@ -38,7 +38,7 @@ class PassRole:
         """Register ``callback()`` for the end of the pass that `backward_pass` identifies, before the caller of that
         pass continues. It is not called if the pass fails."""
         raise TypeError(
-            f"{type(self).__name__} cannot tell when a backward pass ends: its `backward_pass` returns None"
+            f"{type(self).__name__} cannot detect the end of a backward pass: its `backward_pass` returns None"
         )
 
     #: Whether `before_backward` ever calls its callback.
@@ -67,12 +67,12 @@ class PassRole:
     def free_storage(self, x: Tensor) -> None:
         """Free the memory of ``x``, a plain tensor that occupies its entire storage. ``x``, its views and the tensors
         that autograd saved of them stay the same objects. They are not read until `refill_storage`."""
-        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
+        raise TypeError(f"{type(self).__name__} cannot free storage: its `frees_storage` is False")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
         """Allocate the freed memory of the 1-D ``x`` again, and write `join` of ``pieces`` into it. ``pieces`` have the
         dtype of ``x``. All views of ``x`` see these values, and autograd sees no change. Called without gradients."""
-        raise TypeError(f"{type(self).__name__} frees no storage, as its `frees_storage` says")
+        raise TypeError(f"{type(self).__name__} cannot free storage: its `frees_storage` is False")
 
 
 class PassServices(Protocol):

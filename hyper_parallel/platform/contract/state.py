@@ -53,7 +53,7 @@ class StateRole:
         """Allocate memory on this rank's device for a parameter or buffer without values (`TensorRole.is_meta`). A
         distributed tensor gets memory for this rank's shard. It stays the same object, with the same layout and
         undefined values."""
-        raise TypeError(f"{type(self).__name__} gives tensors without values no memory")
+        raise TypeError(f"{type(self).__name__} cannot allocate memory for tensors on the meta device")
 
     def is_optimizer(self, x: Any) -> bool:
         """Return whether ``x`` is an optimizer of the framework."""
@@ -61,12 +61,12 @@ class StateRole:
 
     def optimizer_state(self, optimizer: Any) -> OptimizerState:
         """Return the present state of the optimizer. Called where `is_optimizer` says yes."""
-        raise TypeError(f"{type(self).__name__} knows no optimizers")
+        raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def set_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
         """Set the state of the optimizer: its options, numbers and tensors. Tensors that the optimizer already has were
         filled in place. It keeps other tensors, which only an optimizer without state receives."""
-        raise TypeError(f"{type(self).__name__} knows no optimizers")
+        raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def host_memory(self: Any, x: Tensor) -> memoryview:
         """Return the bytes of `bytes_of` for immediate reading. They may share the memory of ``x``, and change with
@@ -77,7 +77,7 @@ class StateRole:
         """Make a plain tensor of that shape and dtype, on this rank's device, from bytes in the format of `bytes_of`.
         ``values`` is any object with the buffer protocol. The tensor may take over its memory. Checkpoints are read
         with this verb; a backend without it reads none."""
-        raise TypeError(f"{type(self).__name__} makes no tensors of bytes")
+        raise TypeError(f"{type(self).__name__} does not support tensors of bytes")
 
     def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
         """Write values into ``x`` that ``fill`` puts into a buffer, as the ``size`` bytes of `bytes_of`. The buffer is

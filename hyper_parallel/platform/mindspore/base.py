@@ -105,5 +105,5 @@ class MindSporePlatform(
     def why_no_rule(self, function: Any) -> str | None:
         name = function if isinstance(function, str) else getattr(function, "name", None)
         if name in PASS_THROUGH or name in VARIANTS:
-            return "the backend asks it of the local tensor, or runs it as one of several operations that have rules"
+            return "the backend reads this from the local tensor, or composes it of operations with rules"
         return None

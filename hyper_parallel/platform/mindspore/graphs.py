@@ -20,11 +20,12 @@ from hyper_parallel.platform.mindspore.tensors.tensor import NoDispatch, is_disp
 __all__ = ["allowed_again", "checked_begin", "checked_enter", "checked_preparation"]
 
 _FROM_BYTECODE = (
-    ", or use capture_mode='ast'. 'bytecode' runs code that it cannot compile as PyNative mode does, without a message"
+    ", or use capture_mode='ast'. The mode 'bytecode' runs code that it cannot compile in PyNative mode, without a "
+    "message"
 )
 _FROM_RUN = (
-    ", or use capture_mode='ast'. 'trace' loses the bprop of cells, without which the gradients of collectives are "
-    "wrong: docs/mindspore.md shows it"
+    ", or use capture_mode='ast'. The mode 'trace' ignores the bprop of cells, so gradients of collectives would be "
+    "wrong: see docs/mindspore.md"
 )
 
 

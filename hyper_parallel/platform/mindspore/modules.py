@@ -47,7 +47,7 @@ class ModuleVerbs:
 
     def foreign_tensor(self, x: Any) -> str | None:
         if isinstance(x, _SPARSE):
-            return f"a {type(x).__name__}, which is no dense tensor: give x.to_dense()"
+            return f"a {type(x).__name__}, which is not a dense tensor: pass x.to_dense()"
         return None
 
     def is_floating_point(self, x: Any) -> bool:

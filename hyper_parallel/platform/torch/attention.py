@@ -57,9 +57,10 @@ class _Calls(TorchFunctionMode):
         MIXES.reset(self._tokens.pop())
         if not self._depth and kind is None and self._kept and not self._again:
             raise ValueError(
-                "context_parallel ends before backward, which computes attention under torch.utils.checkpoint("
-                "use_reentrant=True) again: it would see this rank's part alone. Call backward inside, give "
-                "use_reentrant=False, or give the attention modules the style ContextParallel in place of the context"
+                "context_parallel ended before backward, which recomputes attention under "
+                "torch.utils.checkpoint(use_reentrant=True): the recomputation would use this rank's part of the "
+                "sequence alone. Call backward inside the context, or pass use_reentrant=False. Or use the style "
+                "ContextParallel for the attention modules in place of the context"
             )
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

@@ -69,22 +69,22 @@ class TorchPlatform(
             name = f"{cls.__module__}.{cls.__qualname__}"
             if cls.__module__.startswith("torch.distributed.tensor"):
                 return (
-                    f"torch's own DTensor ({name}), which does not meet hyper_parallel's as it is: give "
-                    "hyper_parallel.torch.from_torch_dtensor(x), or x.full_tensor(); and apply parallelize_module "
-                    "before torch's fully_shard, not after it"
+                    f"torch's own DTensor ({name}), which must be converted for this library: pass "
+                    "hyper_parallel.torch.from_torch_dtensor(x), or x.full_tensor(). Apply parallelize_module before "
+                    "torch's fully_shard, not after"
                 )
             return (
-                f"a {name}, which computes in its own way and is no plain tensor: give the plain tensor that it stands "
-                "for, such as x.dequantize() of a quantised one. Weights that are to stay quantised are left out of "
-                "the plan and cut by hand: docs/torch_interop.md shows how"
+                f"a {name}, a tensor subclass with its own operations: pass the plain tensor that it represents, such "
+                "as x.dequantize() for a quantised tensor. To keep weights quantised, leave them out of the plan and "
+                "shard them by hand, as in docs/torch_interop.md"
             )
         with DisableTorchFunctionSubclass():
             if x.is_nested:
-                return "a nested tensor: give a padded one, x.to_padded_tensor(0.0)"
+                return "a nested tensor: pass a padded tensor, x.to_padded_tensor(0.0)"
             if x.is_quantized:
-                return "a quantised tensor: give x.dequantize()"
+                return "a quantised tensor: pass x.dequantize()"
             if x.layout is not torch.strided:
-                return f"a tensor of layout {x.layout}: give x.to_dense()"
+                return f"a tensor of layout {x.layout}: pass x.to_dense()"
         return None
 
     def check_local(self, x: torch.Tensor) -> None:
@@ -218,12 +218,12 @@ class TorchPlatform(
         """Return why a native operation without a row cannot have a rule, or None; see `Platform.why_no_rule`."""
         if function in tensor.HANDLERS:
             return (
-                "hyper_parallel.platform.torch.handlers serves it, because it does not compute or by other operations: "
-                "give those their rules"
+                "hyper_parallel.platform.torch.handlers handles this function, because it does not compute, or is "
+                "composed of other operations: add rules for the other operations"
             )
         name = function if isinstance(function, str) else getattr(function, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
-            return "in place, an operation runs on a copy of its first operand: use the one that returns a tensor"
+            return "the in-place variant runs on a copy of the first operand: use the operation that returns a tensor"
         return None
 
     dry_class = "hyper_parallel.platform.torch.meta:TorchMetaPlatform"

@@ -40,7 +40,7 @@ class TorchCudaPlatform(TorchPlatform):
         if not torch.backends.cuda.is_built():
             return "the installed torch was built without CUDA"
         if not torch.cuda.is_available():
-            return "torch was built with CUDA but finds no usable GPU: check the driver and CUDA_VISIBLE_DEVICES"
+            return "torch was built with CUDA, but no usable GPU was found: check the driver and CUDA_VISIBLE_DEVICES"
         if not dist.is_available() or not dist.is_nccl_available():
             return "this torch was built without nccl"
         return None

@@ -122,8 +122,8 @@ class TorchNpuPlatform(TorchPlatform):
         if not self._has_bfloat16:
             name = self.device_module().get_device_name()
             raise TypeError(
-                f"{what}, and its dtype is torch.bfloat16, which this NPU ({name}) does not have: use torch.float16, "
-                "with loss scaling (torch.amp.GradScaler), or torch.float32"
+                f"{what} with dtype torch.bfloat16, which this NPU ({name}) does not support: use torch.float16, with "
+                "loss scaling (torch.amp.GradScaler), or torch.float32"
             )
 
     @cached_property

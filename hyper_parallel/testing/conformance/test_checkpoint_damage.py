@@ -176,8 +176,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a file": (replaced_by(""), ("is a file", "is a directory")),
     "an empty directory": (foreign(), ("has no index.json", "never completed")),
     "never completed": (lambda path: (path / "index.json").unlink(), ("has no index.json", "never completed")),
-    "of torch": (foreign(".metadata", "__0_0.distcp"), ("another kind", "torch.distributed.checkpoint")),
-    "of Hugging Face": (foreign("model.safetensors"), ("another kind",)),
+    "of torch": (foreign(".metadata", "__0_0.distcp"), ("another format", "torch.distributed.checkpoint")),
+    "of Hugging Face": (foreign("model.safetensors"), ("in another format",)),
     "the directory above": (nested, ("holds 1 checkpoint(s)", "step-3", "latest")),
     "index is a directory": (replaced_by("index.json"), ("index.json cannot be read", "directory")),
     "index empty": (text(b""), ("index.json is damaged", "not JSON")),
@@ -236,13 +236,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "a place for a tensor": (put("values", "step", {"$": "tensor", "name": "lost"}), ("'lost'", "does not list")),
     "a file is missing": (lambda path: (path / SECOND).unlink(), (f"{SECOND} cannot be read", "No such file")),
     "a file is a directory": (replaced_by(SECOND), (SECOND, "directory")),
-    "a file is cut off": (cut(SECOND, 1), (SECOND, "bytes instead of", "cut off")),
+    "a file is cut off": (cut(SECOND, 1), (SECOND, "bytes instead of", "truncated")),
     "a file is longer": (lambda path: (path / FIRST).open("ab").write(b"x") and None, (FIRST, "bytes instead of")),
     "a file is empty": (text(b"", SECOND), (SECOND, "0 bytes instead of")),
     "files are swapped": (swap, (FIRST, "has no entry 'a[0:3, :]'")),
     "the header is too long": (lambda path: header_length(path, 2**40), (FIRST, "header should have")),
     "the header is no JSON": (lambda path: header_length(path, 16), (FIRST, "header is not JSON")),
-    "the header is a list": (header(lambda parsed: []), (FIRST, "header is not a table")),
+    "the header is a list": (header(lambda parsed: []), (FIRST, "header is not a JSON object")),
     "an entry of an unknown dtype": (entry("a[0:3, :]", "dtype", "F7"), (FIRST, "'a[0:3, :]'", "F7")),
     "an entry of another dtype": (entry("a[0:3, :]", "dtype", "I32"), (FIRST, "'a[0:3, :]'", "int32", "float32")),
     "an entry of another shape": (entry("a[0:3, :]", "shape", [4, 3]), (FIRST, "'a[0:3, :]'", "(4, 3)", "(3, 4)")),
@@ -394,7 +394,9 @@ def test_cut_during_a_load(pool: Any, tmp_path: Path) -> None:
     assert messages == others
     for number, message in enumerate(messages):
         file = tmp_path / str(number) / "step-3" / SECOND
-        assert f"{file} has become shorter while it was read: it ends in entry 'a[3:6, :]'" in message, message
+        assert f"{file} became shorter while it was being read: it now ends inside entry 'a[3:6, :]'" in message, (
+            message
+        )
 
 
 def test_late(pool: Any, tmp_path: Path) -> None:
@@ -402,7 +404,7 @@ def test_late(pool: Any, tmp_path: Path) -> None:
     assert found[0] == found[1]
     for message in found[0]:
         assert "on rank 0" in message and str(tmp_path / "late" / "step-3") in message
-        assert re.search(r"process \d+ on .* \(run [0-9a-f]+\) has put something under that name", message), message
+        assert re.search(r"process \d+ on .* \(run [0-9a-f]+\) created or removed this path", message), message
 
 
 @pytest.mark.parametrize("world_size", [2])

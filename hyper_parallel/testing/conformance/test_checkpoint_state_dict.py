@@ -127,9 +127,9 @@ def under_torchs_names(mesh: Any, directory: str) -> None:
     for wrong in ({"keep_submodule_prefixes": False}, {"dsd_fqn_modifiers": "x"}):
         with fails(ValueError, *wrong):
             StateDictOptions(**wrong)
-    with fails(ValueError, "submodules=...", "of the submodule itself"):
+    with fails(ValueError, "submodules=...", "with the submodule as the model"):
         get_model_state_dict(model, submodules={model})
-    with fails(TypeError, "optimizers are those of the framework, got int"):
+    with fails(TypeError, "optimizers must be optimizers of the framework, got int"):
         get_optimizer_state_dict(model, 3)
     if optimizer is None:
         return
@@ -153,7 +153,7 @@ def under_torchs_names(mesh: Any, directory: str) -> None:
     set_optimizer_state_dict(*models["its"], before)
     assert digests(*models["its"], platform) == digests(*models["new"], platform)
     if not any(before["state"].values()):  # on MindSpore there are moments of zeros before the first step
-        with fails(ValueError, "lacks", "w2.weight.exp_avg", "that had not stepped"):
+        with fails(ValueError, "lacks", "w2.weight.exp_avg", "the saved optimizer had not taken a step"):
             set_optimizer_state_dict(*models["stepped"], before)
         set_optimizer_state_dict(*models["stepped"], before, options=StateDictOptions(strict=False))
     # Two optimizers of one model.
@@ -191,12 +191,15 @@ def saved_under_torchs_names(mesh: Any, directory: str) -> None:
     with fails(dcp.CheckpointException, "there is no checkpoint"):
         dcp.load(state(0), checkpoint_id=f"{path}-none", process_group=mesh)
     for call, words in (
-        (lambda: dcp.save({}), "checkpoint_id=... is the path"),
+        (lambda: dcp.save({}), "checkpoint_id is missing"),
         (lambda: dcp.save({}, checkpoint_id=path, planner=3), "planner: checkpoints of hyper_parallel"),
         (lambda: dcp.load({}, checkpoint_id=path, storage_reader=3), "storage_reader: "),
-        (lambda: dcp.save({}, checkpoint_id=path, no_dist=True), "save(no_dist=True) is not taken, only False"),
-        (lambda: dcp.save({}, checkpoint_id=path, process_group=3), "process_group is a int: give the mesh"),
-        (lambda: dcp.async_save({}, checkpoint_id=path, async_checkpointer_type="process"), "only 'thread'"),
+        (
+            lambda: dcp.save({}, checkpoint_id=path, no_dist=True),
+            "save(no_dist=True) is not supported: False alone can be passed",
+        ),
+        (lambda: dcp.save({}, checkpoint_id=path, process_group=3), "process_group is a int: pass a DeviceMesh"),
+        (lambda: dcp.async_save({}, checkpoint_id=path, async_checkpointer_type="process"), "'thread' alone"),
     ):
         with fails(ValueError, words):
             call()
@@ -204,7 +207,7 @@ def saved_under_torchs_names(mesh: Any, directory: str) -> None:
     other = Path(directory) / "other"
     if mesh.get_rank() == 0:
         (other / "mine").mkdir(parents=True)
-    with fails(ValueError, "no checkpoint that could be overwritten"):
+    with fails(ValueError, "not a checkpoint, so it is not overwritten"):
         dcp.save(state(1), checkpoint_id=other, process_group=mesh)
     if mesh.get_rank() == 0:
         assert (other / "mine").is_dir()

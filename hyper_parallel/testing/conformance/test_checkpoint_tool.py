@@ -110,7 +110,7 @@ def test_show_and_convert(pool: Any, tmp_path: Path, world_size: int, monkeypatc
     capsys.readouterr()
     for arguments, words in (
         (["show", str(tmp_path / "none")], "there is no checkpoint"),
-        (["convert", str(path), "--to", "one-file", "--out", str(one)], "is there already"),
+        (["convert", str(path), "--to", "one-file", "--out", str(one)], "exists already"),
         (["convert", str(path), "--to", "one-file", "--out", str(tmp_path / "b"), "--part", "x"], "below 'x'"),
         (["convert", str(path), "--to", "one-file", "--out", str(tmp_path / "no" / "b")], "cannot be written"),
     ):

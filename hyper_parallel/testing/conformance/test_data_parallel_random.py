@@ -228,7 +228,7 @@ def dropping_probe(mesh: Any, drop: Any) -> Any:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def styled(mesh: Any, how: str, style: Any, by_counter: bool) -> None:
-    """Dropout inside of a module of the plan drops the elements of the whole batch that a single device drops."""
+    """Dropout inside a module of the plan drops the elements of the whole batch that a single device drops."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     placements = [Shard(0), Shard(1) if isinstance(style, SequenceParallel) else Replicate()]
 

@@ -123,7 +123,7 @@ def roots() -> None:
     assert not tp.is_beside(other["tp"]) and not mesh.contains(other["pp"]) and not mesh.is_beside(alone)
     crossed = DeviceMesh(None, mesh.ranks.T, mesh_dim_names=("dp", "tp"))
     for pair in ([tp, alone], [tp, crossed["tp"], alone]):
-        assert "are not slices of one mesh: make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
+        assert "are not slices of one mesh. Make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
     assert "is not a slice of" in message(lambda: mesh.index_of(alone, 0))
     assert DeviceMesh._concatenate([tp, crossed["tp"]]) is mesh  # whose "tp" are the ranks of "dp"
     assert "in common" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
@@ -188,7 +188,7 @@ def loaded() -> None:
     everyone = rebuild(mesh.device_type, list(range(size)), ("all ranks of a file",))
     assert everyone.shape == (size,) and everyone.mesh_dim_names == ("all ranks of a file",)
     for ranks, names in (([0, size + 3], None), ([0, 1], ("no such name",)), ([1, 0], ("tp",))):
-        with pytest.raises(RuntimeError, match="make the mesh first"):
+        with pytest.raises(RuntimeError, match="Make the mesh first"):
             rebuild(mesh.device_type, ranks, names)
 
 

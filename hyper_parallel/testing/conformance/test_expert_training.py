@@ -283,5 +283,5 @@ def compare(got: dict[str, Any], wanted: dict[str, Any], what: str, tolerance: f
 )
 def test_training(pool: Any, case: str) -> None:
     if type(get_platform()).is_optimizer is Platform.is_optimizer:
-        pytest.skip("this platform knows no optimizers")
+        pytest.skip("this platform does not support optimizers")
     pool.run(int(np.prod(CASES[case].shape)), train, case)

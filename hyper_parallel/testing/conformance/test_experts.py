@@ -240,7 +240,7 @@ def one_tensor(mesh: Any, by_index: bool) -> None:
             same(adapter.numpy(got[name]), adapter.numpy(g), f"{what}: gradient of {name}", 1e-12)
     dp = mesh["rest", "ep"]._flatten("dp")
     args = (distribute_tensor(t, dp, [Shard(0)]) for t in given(adapter.tensor(x), lambda t: t))
-    refused(lambda: adapter.call(sharded, *args), ValueError, "are not summed over all of these ranks")
+    refused(lambda: adapter.call(sharded, *args), ValueError, "are not summed over all ranks of")
 
 
 @pytest.mark.parametrize("by_index", [False, True])
@@ -257,7 +257,7 @@ def beside_rest(mesh: Any, how: str) -> None:
     single, sharded = (build(count, False, best(2), np.float64) for _ in range(2))
     parallelize_module(sharded, mesh["ep"], {"experts": ExpertParallel()})
     apply = {"replicate": replicate, "fully_shard": lambda m, on: fully_shard(m, mesh=on)}[how]
-    with pytest.raises(ValueError, match="a part of the ranks"):
+    with pytest.raises(ValueError, match="has only some ranks"):
         apply(sharded, dp)
     apply(sharded.experts, mesh["rest"])
     apply(sharded, dp)
@@ -316,25 +316,27 @@ def wrong_calls(mesh: Any) -> None:
         return lambda: adapter.call(by_index, x(rows if first else 2), adapter.tensor(places), weights)
 
     # One rank is wrong, and all say so.
-    refused(sent(1, 1, 2), ValueError, "rank 0, the numbers of tokens sum to 4, and there are 3 tokens")
-    refused(sent(1, 2), ValueError, "numbers of tokens for 2 experts")
-    refused(sent(-1, 2, 2), ValueError, "a number of tokens is -1")
-    refused(routed([[0], [3]]), ValueError, "indices go from 0 to 3")
-    refused(routed([[0], [1]], rows=3), ValueError, "indices for 2 tokens, and 3 tokens")
+    refused(sent(1, 1, 2), ValueError, "rank 0, the token counts sum to 4, but there are 3 tokens")
+    refused(sent(1, 2), ValueError, "token counts for 2 experts")
+    refused(sent(-1, 2, 2), ValueError, "a token count is -1")
+    refused(routed([[0], [3]]), ValueError, "indices of experts go from 0 to 3")
+    refused(routed([[0], [1]], rows=3), ValueError, "indices for 2 tokens, but 3 tokens")
     refused(routed([[0, 1], [1, 2]]), ValueError, "neither")
     refused(lambda: adapter.call(by_count, x(3), x(3)), ValueError, "neither")
     if mesh.size() > 1:
         refused(sent(1, 1, 1, width=2 if first else FEATURES), RankMismatchError, "features of a token")
     whole = adapter.tensor(np.ones((4, FEATURES), np.float32))
     refused(
-        lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), of(1, 1, 1)), ValueError, "lie as"
+        lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), of(1, 1, 1)),
+        ValueError,
+        "with tensors of different placements",
     )
     refused(
         lambda: adapter.call(by_count, distribute_tensor(whole, mesh, [Shard(0)]), 3),
         ValueError,
         "neither",
     )
-    for numbers, match in (((1, 1, 1), "numbers of tokens sum to"), ((-1, 2, 3), "a number of tokens is -1")):
+    for numbers, match in (((1, 1, 1), "token counts sum to"), ((-1, 2, 3), "a token count is -1")):
         given = [distribute_tensor(t, mesh, [Replicate()]) for t in (whole, of(*numbers))]
         refused(lambda given=given: adapter.call(by_count, *given), ValueError, match)
 
@@ -365,7 +367,7 @@ def wrong_uses(mesh: Any) -> None:
         adapter.call(module, x, counts)
     token = SUMMED_OVER.set(mesh)
     try:
-        refused(lambda: adapter.call(module, x, counts), ValueError, "plain tokens inside of a batch of DTensors")
+        refused(lambda: adapter.call(module, x, counts), ValueError, "plain tokens in a model whose batch is a DTensor")
     finally:
         SUMMED_OVER.reset(token)
 
@@ -416,10 +418,13 @@ def test_foreseen() -> None:
             seen = explain(module_with(_first_expert), 2, ExpertParallel(), x, counts).collectives
         there, back = (c for c in seen if c.kind == "all_to_all" and c.direction == "forward")
         assert (there.bytes, back.bytes) == (8 * size, rows * size), shares
-    with expert_shares([1, 1]), pytest.raises(ValueError, match="2 numbers, and a module has 3 experts"):
+    with (
+        expert_shares([1, 1]),
+        pytest.raises(ValueError, match="2 numbers, but a module has 3 experts: pass one number"),
+    ):
         explain(module_with(_first_expert), 2, ExpertParallel(), x, counts)
     for wrong in ([], [0, 0], [-1, 2]):
-        with pytest.raises(ValueError, match="a number for each expert"), expert_shares(wrong):
+        with pytest.raises(ValueError, match="one number for each expert"), expert_shares(wrong):
             raise AssertionError("was taken")
 
     def whole(module: Any, x: Any, counts: Any) -> Any:
@@ -435,7 +440,7 @@ def test_foreseen() -> None:
 @spmd.on_mesh()
 def wrong_plans(mesh: Any) -> None:
     adapter, odd = get_adapter(), mesh.get_local_rank() == 0
-    with pytest.raises(ValueError, match="each rank's own, None, or parts"):
+    with pytest.raises(ValueError, match="None for different tokens on each rank, Shard"):
         ExpertParallel(input_layout=Shard(1))
     with pytest.raises(ValueError, match="must be \\(experts"):
         parallelize_module(adapter.Projection(4, 6), mesh, ExpertParallel())

@@ -213,11 +213,11 @@ def wrong_plans(mesh: Any) -> None:
     adapter = get_adapter()
     ep = mesh["dp", "tp"]._flatten("ep")
     for arguments, match in (
-        ({"tp_dim": "tp"}, "say with input_layout"),
+        ({"tp_dim": "tp"}, "with input_layout"),
         ({"inside": INSIDE}, "need the same tokens"),
         ({"inside": INSIDE, "tp_dim": "tp", "input_layout": Shard(0)}, "need the same tokens"),
-        ({**WHOLE, "inside": {"down": Shard(0)}}, "along another dimension than the first"),
-        ({**WHOLE, "inside": {"down": Replicate()}}, "along another dimension than the first"),
+        ({**WHOLE, "inside": {"down": Shard(0)}}, "along a dimension other than the first"),
+        ({**WHOLE, "inside": {"down": Replicate()}}, "along a dimension other than the first"),
     ):
         with pytest.raises(ValueError, match=match):
             ExpertParallel(**arguments)
@@ -230,7 +230,7 @@ def wrong_plans(mesh: Any) -> None:
     ):
         with pytest.raises(ValueError, match=match):
             parallelize_module(experts_of(True), on, ExpertParallel(**arguments))
-    with pytest.raises(ValueError, match="without a part of 'gate_up'"):
+    with pytest.raises(ValueError, match="without elements of 'gate_up'"):
         narrow = adapter.RoutedExperts(COUNT, FEATURES, 1)
         parallelize_module(narrow, mesh["dp"], ExpertParallel(**WHOLE, inside=INSIDE))
     # Ranks of tensor parallelism that are given different tokens; and calls without what a call needs.

@@ -140,10 +140,10 @@ def refusals(mesh: Any) -> None:
         fully_shard(unit, mesh=mesh)
     tied = adapter.Tied(4, 4)
     fully_shard(tied.head, mesh=mesh)
-    with fails(ValueError, "belongs to another unit", "'weight'", "share the parameter"):
+    with fails(ValueError, "belongs to another unit", "'weight'", "modules with this parameter"):
         fully_shard(tied.embedding, mesh=mesh)
     tensor_parallel = parallelize_module(adapter.linear_module(4, 4), mesh, ColwiseParallel())
-    with fails(ValueError, "'weight'", "another dimension of the mesh"):
+    with fails(ValueError, "'weight'", "another dimension of the same root mesh"):
         fully_shard(tensor_parallel, mesh=mesh)
     with fails(TypeError, "takes a"):
         fully_shard(x, mesh=mesh)
@@ -154,7 +154,7 @@ def refusals(mesh: Any) -> None:
             fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=number)
     mlp = adapter.Mlp(4, 4)
     for modules in ([], [mlp, mlp.up], [mlp.up, mlp.up]):
-        with fails(ValueError, "list of modules"):
+        with fails(ValueError, "list of distinct modules"):
             fully_shard(modules, mesh=mesh)
     with fails(TypeError, "list of them"):
         fully_shard([mlp, 3], mesh=mesh)

@@ -254,7 +254,7 @@ def wrong_order(mesh: Any) -> None:
     with fails(ValueError, "fully_shard was applied", "parallelize_module first"):
         parallelize_module(linear, mesh["tp"], ColwiseParallel())
     styled = parallelize_module(adapter.linear_module(4, 4), mesh["tp"], ColwiseParallel())
-    with fails(ValueError, "'weight'", "another dimension of the mesh"):
+    with fails(ValueError, "'weight'", "another dimension of the same root mesh"):
         fully_shard(styled, mesh=mesh["tp"])
     with fails(ValueError, "'weight'", "init_device_mesh"):
         fully_shard(styled, mesh=init_device_mesh(None, (4,), mesh_dim_names=("dp",)))

@@ -286,7 +286,7 @@ def dimensions(mesh: Any) -> None:
     linear = get_adapter().linear_module(4, 4)
     with fails(ValueError, "has no dimension 'dp'"):
         fully_shard(linear, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
-    with fails(ValueError, "comes first"):
+    with fails(ValueError, "comes after the shard dimension"):
         fully_shard(linear, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("a", "b"))
     with fails(TypeError, "DataParallelMeshDims"):
         fully_shard(linear, mesh=mesh, dp_mesh_dims="a")

@@ -183,7 +183,7 @@ def finalized_by_hand(mesh: Any) -> None:
         with fails(RuntimeError, "reset_iter_state has dropped the gradients"):
             handle.wait()
     adapter.call(sharded, adapter.tensor(np.ones((2, 1, FEATURES), np.float32)))
-    with fails(RuntimeError, "set_manual_backward_finalization is for the outermost module"):
+    with fails(RuntimeError, "set_manual_backward_finalization must be called on the outermost module"):
         sharded.attention.set_manual_backward_finalization(True)
     sharded.finalize_backward()
     sharded.set_manual_backward_finalization(False)
@@ -191,14 +191,14 @@ def finalized_by_hand(mesh: Any) -> None:
         sharded.finalize_backward()
     other = shard_block(adapter.load(block_of((FEATURES, 7)), np.random.default_rng(5)), mesh)
     other.attention.set_manual_backward_finalization(True)
-    with pytest.raises(RuntimeError, match="is for the outermost module alone"):
+    with pytest.raises(RuntimeError, match="must be called on the outermost module"):
         adapter.call(other, adapter.tensor(np.ones((2, 1, FEATURES), np.float32)))
 
     def within(x: Any) -> Any:
         return adapter.sum(mesh.platform.autograd_function(lambda ctx, x: mesh.platform.detach(x), said)(x)), None
 
     def said(ctx: Any, cotangent: Any) -> Any:
-        with pytest.raises(RuntimeError, match="call it before backward, not within"):
+        with pytest.raises(RuntimeError, match="call it before backward, not during backward"):
             sharded.set_manual_backward_finalization(True)
         return cotangent
 
@@ -254,7 +254,7 @@ def some_in_lower_precision(mesh: Any) -> None:
     wrong = MixedPrecisionPolicy(
         param_dtype=half, param_dtype_override_fn=lambda p: adapter.tensor(np.ones(1, np.int32)).dtype
     )
-    with fails(ValueError, "param_dtype_override_fn gives", "parameter 'weight'"):
+    with fails(ValueError, "param_dtype_override_fn returned", "parameter 'weight'"):
         fully_shard(changed(mesh, make), mesh=mesh, mp_policy=wrong)
 
 
@@ -265,11 +265,13 @@ def refused(mesh: Any) -> None:
     block.set_reduce_scatter_unused_params(True, recurse=False)
     block.set_separate_reduce_scatter_group(False)
     block.set_allocate_memory_from_process_group_for_comm(False)
-    with fails(ValueError, "reduce by it what set_custom_reduce_scatter"):
+    with fails(ValueError, "let comm of set_custom_reduce_scatter"):
         block.set_separate_reduce_scatter_group()
-    with fails(ValueError, "set_symm_mem_for_comm: give set_custom_all_gather"):
+    with fails(ValueError, "set_symm_mem_for_comm: pass objects with allocate(size, *, dtype"):
         block.set_symm_mem_for_comm()
-    with fails(ValueError, "set_allocate_memory_from_process_group_for_comm: give set_custom_all_gather"):
+    with fails(
+        ValueError, "set_allocate_memory_from_process_group_for_comm: pass objects with allocate(size, *, dtype"
+    ):
         block.set_allocate_memory_from_process_group_for_comm(True)
     for wrong in (True, 1.5):
         with fails(TypeError, "set_reduce_scatter_max_input_buffers takes a number"):

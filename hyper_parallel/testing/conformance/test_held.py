@@ -245,7 +245,7 @@ def ties_in_two_calls(mesh: Any) -> None:
         return adapter.load(adapter.Tied(12, 6), np.random.default_rng(5))
 
     wanted = adapter.numpy(adapter.call(model(), ids))
-    with fails(ValueError, "'head'", "'embedding'", "in the same plan"):
+    with fails(ValueError, "'head'", "'embedding'", "to the same plan"):
         parallelize_module(model(), mesh, {"embedding": embedding})
     tied = model()
     parallelize_module(tied.embedding, mesh, embedding)
@@ -253,7 +253,7 @@ def ties_in_two_calls(mesh: Any) -> None:
     same(adapter.numpy(adapter.call(tied, ids)), wanted, "output")
     tied = model()
     parallelize_module(tied.embedding, mesh, embedding)
-    with fails(ValueError, type(tied.head).__name__, "shares it", "same way"):
+    with fails(ValueError, type(tied.head).__name__, "another module with this parameter", "the same placement"):
         parallelize_module(tied.head, mesh, RowwiseParallel(input_layouts=Replicate()))
 
 

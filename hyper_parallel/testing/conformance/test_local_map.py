@@ -95,13 +95,13 @@ def refused(mesh: Any) -> None:
     assert local_map(lambda a, b=1: a * b, [S0])(x, b=2).placements == (S0,)
     with fails(ValueError, "argument 0", "redistribute_inputs=True"):
         local_map(lambda a: a, [S0], in_placements=([R],))(x)
-    with fails(ValueError, "1 argument(s), and in_placements has 2 entries"):
+    with fails(ValueError, "got 1 argument(s), but in_placements has 2 entries"):
         local_map(lambda a: a, [S0], in_placements=([R], [R]))(x)
-    with fails(ValueError, "1 argument(s), and in_grad_placements has 2 entries"):
+    with fails(ValueError, "got 1 argument(s), but in_grad_placements has 2 entries"):
         local_map(lambda a: a, [S0], in_grad_placements=([R], [R]))(x)
     with fails(TypeError, "in_placements has None for it"):
         local_map(lambda a: a, [S0], in_placements=(None,))(x)
-    with fails(ValueError, "gave 2 result(s), out_placements has 1 entries"):
+    with fails(ValueError, "returned 2 result(s), but out_placements has 1 entries"):
         local_map(lambda a: (a, a), [S0])(x)
     with fails(TypeError, "result 0 is a int"):
         local_map(lambda a: 3, [S0])(x)

@@ -484,7 +484,7 @@ def mistakes(mesh: Any) -> None:
     refuses(
         ValueError, r"reduction must be one of 'none', 'mean', 'sum', got 'median'", x, target, mesh, reduction="median"
     )
-    refuses(ValueError, "label_smoothing must lie between 0 and 1, got 1.5", x, target, mesh, label_smoothing=1.5)
+    refuses(ValueError, "label_smoothing must be between 0 and 1, got 1.5", x, target, mesh, label_smoothing=1.5)
     refuses(ValueError, r"the target has shape \(2,\)", x, adapter.tensor(good[:2]), mesh)
     refuses(
         ValueError,
@@ -532,7 +532,7 @@ def test_mistakes(pool: Any) -> None:
 def mesh_of_two(mesh: Any) -> None:
     adapter = get_adapter()
     x, target = adapter.tensor(floats(4, 3)), adapter.tensor(as_target(classes_for((4,), 6)))
-    with pytest.raises(ValueError, match=r"one dimension.*mesh\['tp'\]"):
+    with pytest.raises(ValueError, match=r"a 1-D mesh.*mesh\['tp'\]"):
         vocab_parallel_cross_entropy(x, target, mesh)
     assert vocab_parallel_cross_entropy(x, target, mesh["tp"]).shape == ()
 

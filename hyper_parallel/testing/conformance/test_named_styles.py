@@ -201,7 +201,7 @@ def parameter_errors(mesh: Any) -> None:
     adapter = get_adapter()
     model = adapter.Experts(5, 4, 6)
     with CommDebugMode() as comm:
-        with pytest.raises(ValueError, match=r"'gate'.*has 'gate_up', 'down'"):
+        with pytest.raises(ValueError, match=r"'gate'.*are: 'gate_up', 'down'"):
             parallelize_module(model, mesh, ParameterParallel({"gate": Shard(0)}))
         with pytest.raises(ValueError, match=r"parameter 'down' of 'Experts', of shape \(5, 6, 4\)"):
             parallelize_module(model, mesh, ParameterParallel({"gate_up": Shard(0), "down": Shard(3)}))
@@ -290,7 +290,9 @@ def wrong_heads(mesh: Any) -> None:
     # By the arguments of the style.
     explicit = {"wq": ColwiseParallel(heads=6), "wo": RowwiseParallel()}
     refused(adapter.GroupedAttention(8, 8, 3), explicit, "'wq' has 6 heads of 4 features", "use_local_output=False")
-    refused(adapter.GroupedAttention(8, 8, 3), {"wq": ColwiseParallel(heads=7)}, "24 features", "not 7 heads")
+    refused(
+        adapter.GroupedAttention(8, 8, 3), {"wq": ColwiseParallel(heads=7)}, "24 features", "do not divide into 7 heads"
+    )
     refused(adapter.GroupedAttention(8, 8, 3), {"wo": RowwiseParallel(heads=6)}, "'wo' has 6 heads")
     refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(heads=(8, 2, 2))}, "'wqkv' has 2 heads of 2")
     refused(adapter.FusedAttention(8, 2, 2), {"wqkv": ColwiseParallel(packed=5)}, "'wqkv'", "24 elements", "5 parts")
@@ -316,7 +318,7 @@ def wrong_heads(mesh: Any) -> None:
         ColwiseParallel(heads=(8, 2, 2), packed=(8, 8))
     with pytest.raises(ValueError, match="one number for each part"):
         ColwiseParallel(heads=8, packed=(8, 8))
-    number, ints = "takes a number of heads, or one for each part", "takes ints as sizes"
+    number, ints = "takes a number of heads, or a number for each part", "takes ints as sizes"
     for wrong, message in (
         ({"heads": "8"}, number),
         ({"heads": True}, number),

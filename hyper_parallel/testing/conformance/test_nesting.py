@@ -147,16 +147,16 @@ def refusals(mesh: Any) -> None:
     x = get_adapter().tensor(np.ones((4, 4), np.float32))
     with pytest.raises(ValueError, match=r"split_factor of StridedShard.*mesh dimension 0 \('dp'\).*use Shard\(0\)"):
         distribute_tensor(x, mesh, [StridedShard(0, 2), R])
-    with pytest.raises(ValueError, match="not a product of the sizes"):
+    with pytest.raises(ValueError, match="must be a product of sizes"):
         distribute_tensor(x, mesh, [S0, S0]).redistribute(placements=[StridedShard(0, 3), S0])
-    with pytest.raises(ValueError, match="must be the first cut of tensor dimension 0"):
+    with pytest.raises(ValueError, match="must be the first placement that shards tensor dimension 0"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [PackedShard(0, 2)], (4, 4))
     with pytest.raises(ValueError, match=r"is not the layout of a tensor of shape \(4, 5\)"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [S0], (4, 5))
     with pytest.raises(ValueError, match="in common"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["tp"], [S0], (4, 4))
     other = DeviceMesh(None, [0, 2, 1, 3], mesh_dim_names=("dp",))
-    with pytest.raises(ValueError, match="not slices of one mesh: make one, such as"):
+    with pytest.raises(ValueError, match="not slices of one mesh"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), other, [S0], (4, 4))
     assert nest(None, mesh["dp"], [S0], (4, 4)) is get_layout(mesh["dp"], (S0,), (4, 4))
 

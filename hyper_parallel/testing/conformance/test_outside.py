@@ -36,7 +36,7 @@ from hyper_parallel import (
 )
 from hyper_parallel.testing.adapters import get_adapter
 
-MESSAGE = r"rank 3 is not part of .* let only the ranks of the mesh do this, as in `if mesh.get_coordinate\(\)"
+MESSAGE = r"rank 3 is not part of .* run this code on the ranks of the mesh alone, under `if mesh.get_coordinate\(\)"
 PLACEMENTS = [Shard(0), Shard(1), Replicate()]
 
 

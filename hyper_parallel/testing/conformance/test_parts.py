@@ -115,14 +115,14 @@ def test_wrong_results_of_local_map(pool: Any) -> None:
     assert first[:4] == others[0][:4] == others[1][:4]
     for text in first[:4]:
         assert "RankMismatchError result 0 of local_map(" in text
-        assert "give the sizes that distribute_tensor gives" in text
+        assert "Pass parts with the sizes of distribute_tensor" in text
     assert "of shape (4, 2), where rank 0 has (2, 2) (rank 0: (1, 2); rank 1: (1, 2); rank 2: (2, 2))" in first[0]
     assert "TypeError" in first[4] and "ValueError" in first[5]
-    assert "is wrong on rank 1: the error there says how" in first[6] and "TypeError" in others[0][6]
+    assert "is wrong on rank 1: see the error of that rank" in first[6] and "TypeError" in others[0][6]
     for texts in others:
         for text in texts[4:6]:
             assert "RankMismatchError result 0 of local_map(" in text
-            assert "is wrong on rank 0: the error there says how" in text
+            assert "is wrong on rank 0: see the error of that rank" in text
 
 
 @spmd.on_mesh()

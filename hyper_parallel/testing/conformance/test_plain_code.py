@@ -448,7 +448,7 @@ def odd_corners(mesh: Any) -> None:
     with check_plain_code(logged) as checked:
         adapter.call(logged, adapter.tensor(floats(2, 8)))
     assert len(checked.findings) == 1 and not checked.reached
-    assert "No module takes the result" in str(checked)
+    assert "No module and no output of the model" in str(checked)
 
     # An operation without a rule is named, and its results raise nothing.
     unruled = program(lambda m, x, a: m.down(a.softmax(a.unruled(m.up(x)), -1)), UP_DOWN)
@@ -542,13 +542,13 @@ def first_calls(mesh: Any) -> None:
         a.mean(y)
         return module.down(y)
 
-    with pytest.warns(UserWarning, match="No module takes the result"):
+    with pytest.warns(UserWarning, match="No module and no output of the model"):
         step(made(logged))
-    with strict(), pytest.raises(ValueError, match="No module takes the result"):
+    with strict(), pytest.raises(ValueError, match="No module and no output of the model"):
         step(made(logged))
 
     # So is a finding about a tensor that the program may have made a part of: positions from 0 on every rank.
-    with pytest.warns(UserWarning, match="taken for this rank's part"):
+    with pytest.warns(UserWarning, match="assumed to be a shard"):
         step(made(WRONG["positions"].run, WRONG["positions"].plan, WRONG["positions"].modules))
 
     # And a norm inside heads whose style names another dimension than the cut one: its numbers are right.

@@ -150,11 +150,11 @@ def prepared(mesh: Any, rows: int) -> None:
 
     # A part of a part is no part of the batch that a plain tensor could be; sums over dp are no batch.
     inside = styled(PrepareModuleInput(input_layouts=R, desired_input_layouts=Shard(0), use_local_output=True))
-    with fails(ValueError, "a plain part of it, placed [Shard(dim=0)]", "use_local_output=False"):
+    with fails(ValueError, "return a plain shard, placed [Shard(dim=0)]", "use_local_output=False"):
         adapter.call(inside, batch([Shard(0)]))
     first_tp, packed = [StridedShard(0, 2), Shard(0)], [StridedShard(2, 2), PackedShard(2, (1, 1))]
     for x in (batch([Partial()]), batch(first_tp, mesh), batch(packed, mesh), batch([R], everyone)):
-        with fails(ValueError, "the style works on"):
+        with fails(ValueError, "but the style is applied to"):
             adapter.call(inside, x)
 
 
@@ -189,7 +189,7 @@ def between_modules(mesh: Any, rows: int) -> None:
         assert seen[-1].device_mesh is mesh and seen[-1].placements == (Shard(0), SEQUENCE)
     alone = parallelize_module(adapter.Mlp(6, 5), mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
     fully_shard(alone, mesh=mesh["dp"])
-    with pytest.raises(ValueError, match="the style works on"):
+    with pytest.raises(ValueError, match="but the style is applied to"):
         adapter.call(alone, distribute_tensor(adapter.tensor(x), mesh, [R, Shard(0)], src_data_rank=None))
 
 

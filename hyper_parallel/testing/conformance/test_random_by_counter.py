@@ -229,7 +229,7 @@ def resumed(mesh: Any, state: dict[str, Any], wanted: np.ndarray) -> None:
     same(get_adapter().numpy(got), wanted, "after resuming", 1e-6)
     manual_seed(1, mesh)
     if not requests.is_requested():
-        with pytest.warns(UserWarning, match="drawn as parallel_rng='counter' says"):
+        with pytest.warns(UserWarning, match="saved with parallel_rng='counter'"):
             RandomState().load_state_dict(state)
 
 

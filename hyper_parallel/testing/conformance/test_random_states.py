@@ -62,7 +62,7 @@ def loaded_everywhere(directory: str) -> dict[Any, Any]:
             warnings.simplefilter("always")
             load({"model": model, "random": RandomState()}, f"{directory}/{number}{own}", mesh=mesh)
         del model
-        told = [str(w.message) for w in caught if "random numbers will be others" in str(w.message)]
+        told = [str(w.message) for w in caught if "random numbers will differ" in str(w.message)]
         assert len(told) <= (mesh.get_rank() == 0), told
         place = tuple(mesh[name].get_local_rank() for name in ("dp", "tp"))
         found[number, own, other, place] = (draw(), len(told))

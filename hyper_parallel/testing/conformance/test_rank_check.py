@@ -149,7 +149,7 @@ def test_different_plans_and_models_are_named(pool: Any) -> None:
         "shape": "differ in parameter 'up.weight'. rank 2: ",
         "frozen": "requires_grad=False; ranks 0, 1, 3: ",
         "source": "differ in src_data_rank. rank 2: None; ranks 0, 1, 3: 0",
-        "refused": "rank 2: leaving check_ranks() with TypeError: the plan gives 'down' 3",
+        "refused": "rank 2: leaving check_ranks() with TypeError: the plan has 3 for 'down'",
     }
     for rank, result in enumerate(results):
         assert result["equal"] == ("nothing", "", ())

@@ -163,9 +163,9 @@ def to_another_mesh(shape: tuple[int, ...]) -> None:
                 assert counts == {}
     x = DTensor.from_local(get_adapter().tensor(np.ones((2, 2), np.float32)), row, [S0])
     for call, words in (
-        (lambda: x.redistribute(spmd.device_mesh(2) or DeviceMesh(None, [0, 1]), [R]), "has other ranks"),
-        (lambda: x.redistribute(square, [P, R]), "partial sums come from"),
-        (lambda: x.redistribute(square, [R, R], async_op=True), "takes no async_op"),
+        (lambda: x.redistribute(spmd.device_mesh(2) or DeviceMesh(None, [0, 1]), [R]), "has different ranks"),
+        (lambda: x.redistribute(square, [P, R]), "cannot make partial tensors"),
+        (lambda: x.redistribute(square, [R, R], async_op=True), "does not support async_op"),
     ):
         with pytest.raises(ValueError, match=words):
             call()

@@ -278,7 +278,7 @@ def refusals(mesh: Any) -> None:
         replicate(adapter.Mlp(6, 7), dp, bucket_cap_mb=-1)
     with fails(ValueError, "a device_mesh or a process_group, got both"):
         replicate(adapter.Mlp(6, 7), dp, process_group=dp.get_group())
-    with fails(ValueError, "replicate(device_ids=[97])", "each rank has one"):
+    with fails(ValueError, "replicate(device_ids=[97])", "Leave device_ids out"):
         replicate(adapter.Mlp(6, 7), dp, device_ids=[97])
     # Twice, and of a part, over the same mesh or another; nothing is changed.
     model = adapter.Mlp(6, 7)
@@ -289,7 +289,7 @@ def refusals(mesh: Any) -> None:
     assert not isinstance(model.down.weight, DTensor)
     tied = adapter.Tied(7, 6)
     replicate(tied.head, dp)
-    with fails(ValueError, "already", "apply one of them once"):
+    with fails(ValueError, "already", "apply replicate or fully_shard once"):
         replicate(tied.embedding, dp)
     with fails(ValueError, "under fully_shard already"):
         replicate(fully_shard(adapter.Mlp(6, 7), mesh=dp), dp)

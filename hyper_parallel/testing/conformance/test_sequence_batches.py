@@ -233,7 +233,7 @@ def parts(mesh: Any) -> None:
     # The ranks that would have positions refuse as well, and nothing is sent.
     for length, sizes in ((4, [2, 2, 0]), (1, [1, 0, 0])):
         short = {"input_ids": adapter.tensor(np.zeros((2, length), np.int64))}
-        with CommDebugMode() as comm, pytest.raises(ValueError, match=re.escape(f"are parts of {sizes}")):
+        with CommDebugMode() as comm, pytest.raises(ValueError, match=re.escape(f"give shards of {sizes}")):
             shard_sequence(short, mesh)
         assert comm.get_total_counts() == 0
     five = shard_sequence({"input_ids": adapter.tensor(np.zeros((2, 5), np.int64))}, mesh)
@@ -271,11 +271,15 @@ def wrong(mesh: Any) -> None:
     spread = DTensor.from_local(losses, mesh, [Replicate()])
     refusals = [
         (TypeError, "takes a DeviceMesh", lambda: shard_sequence({"x": x}, None)),
-        (TypeError, "cut before you distribute", lambda: shard_sequence({"x": DTensor.from_local(x, mesh)}, mesh)),
+        (
+            TypeError,
+            "call shard_sequence before distribute_tensor",
+            lambda: shard_sequence({"x": DTensor.from_local(x, mesh)}, mesh),
+        ),
         (ValueError, "no dimension 2", lambda: shard_sequence({"x": x}, mesh, seq_dims={"x": 2})),
         (ValueError, r"'x': 6, 'y': 5", lambda: shard_sequence({"x": x, "y": y}, mesh)),
-        (ValueError, "one length", lambda: shard_sequence({"attention_mask": x}, mesh)),
-        (ValueError, "pad the sequences", lambda: shard_sequence({"x": short}, mesh)),
+        (ValueError, "one sequence length", lambda: shard_sequence({"attention_mask": x}, mesh)),
+        (ValueError, "Pad the sequences", lambda: shard_sequence({"x": short}, mesh)),
         (RankMismatchError, "one batch", lambda: shard_sequence({"x": mine}, mesh)),
         (TypeError, "plain labels", lambda: token_mean(losses, spread, mesh)),
         (ValueError, "distributed over", lambda: token_mean(spread, x, mesh)),
@@ -319,7 +323,7 @@ def wrong_modules(mesh: Any) -> None:
         return adapter.tensor(np.ones(shape, dtype))
 
     refusals = [
-        (ValueError, "called no attention function", lambda: adapter.call(written_out, rows(2, 3, 12))),
+        (ValueError, "called no supported attention function", lambda: adapter.call(written_out, rows(2, 3, 12))),
         (ValueError, r"\[\(2, 2, 2\), \(3, 3, 3\)\] positions", lambda: adapter.call(module, rows(1, 2 + rank, 12))),
         (RankMismatchError, "samples, heads and features", lambda: adapter.call(module, rows(1 + rank, 3, 12))),
     ]
@@ -335,7 +339,7 @@ def wrong_modules(mesh: Any) -> None:
         (RankMismatchError, "differ in the dtype", part if rank else rows(2, 4, 3, 2, dtype=np.float64), None),
         (RankMismatchError, "differ in the mask", part, other),
         (RankMismatchError, "differ in the mask", part, mask if rank else None),
-        (ValueError, "plain mask of the whole", part, rows(3, 3)),
+        (ValueError, "plain mask of the full", part, rows(3, 3)),
     ]
     for kind, words, x, given in in_context:
         with context_parallel(mesh, length=6), check_ranks(mesh), CommDebugMode() as comm:
@@ -343,11 +347,11 @@ def wrong_modules(mesh: Any) -> None:
                 adapter.scaled_attention(x, x, x, given)
             assert comm.get_total_counts() == 0
     with context_parallel(mesh, length=6), check_ranks(mesh):
-        with pytest.raises(ValueError, match="of one kind"):
+        with pytest.raises(ValueError, match="must all be plain tensors"):
             adapter.scaled_attention(part, heads, heads)
-        with pytest.raises(ValueError, match="multiple of those of keys"):
+        with pytest.raises(ValueError, match="a multiple of the key and value heads"):
             adapter.scaled_attention(rows(2, 3, 3, 2), rows(2, 2, 3, 2), rows(2, 2, 3, 2))
-        with pytest.raises(ValueError, match="with another balance"):
+        with pytest.raises(ValueError, match="with another load balancing"):
             adapter.call(module, rows(2, 3, 12))
 
 
@@ -367,7 +371,7 @@ def distributed_heads(mesh: Any) -> None:
         q = distribute_tensor(adapter.tensor(x), mesh, [Shard(2), Shard(1)])
         found = adapter.scaled_attention(q, q, q, is_causal=True)
         twice = distribute_tensor(adapter.tensor(x[:, :, :3]), mesh["other"], [Shard(2)])
-        with pytest.raises(ValueError, match="cut it once more"):
+        with pytest.raises(ValueError, match="shard it again"):
             adapter.scaled_attention(twice, twice, twice, is_causal=True)
     same(adapter.numpy(found), wanted, "attention of DTensors inside of the context", 1e-5)
 

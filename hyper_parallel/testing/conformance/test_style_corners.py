@@ -154,9 +154,9 @@ def several_inputs(mesh: Any) -> None:
     assert first == "text"
     same(adapter.numpy(second), adapter.numpy(x), "a shard that stays one")
     assert isinstance(probe.seen[0][1], DTensor)
-    with pytest.raises(ValueError, match=r"1 positional input\(s\), ParameterParallel has 2 input_layouts"):
+    with pytest.raises(ValueError, match=r"1 positional input\(s\), but ParameterParallel has 2 input_layouts"):
         adapter.call(probe, x)
-    with pytest.raises(ValueError, match=r"returned 3 output\(s\), ParameterParallel has 2 output_layouts"):
+    with pytest.raises(ValueError, match=r"returned 3 output\(s\), but ParameterParallel has 2 output_layouts"):
         adapter.call(probe, x, x, x)
     with pytest.raises(TypeError, match="names of parameters, got 3"):
         ParameterParallel({3: Shard(0)})
@@ -233,7 +233,9 @@ def other_meshes(mesh: Any) -> None:
     module = ColwiseParallel().apply(adapter.linear_module(4, 4), mesh["tp"])
     assert module.weight.placements == (Shard(0),)
     x = DTensor.from_local(adapter.tensor(floats(2, 4)), mesh["dp"], [Replicate()])
-    with pytest.raises(ValueError, match=r"the input of .* is distributed over .*dp.*, the style works on .*tp"):
+    with pytest.raises(
+        ValueError, match=r"the input of .* is distributed over .*dp.*, but the style is applied to .*tp"
+    ):
         adapter.call(module, x)
 
 
@@ -256,7 +258,7 @@ def logits_that_differ(mesh: Any) -> None:
 @spmd.on_mesh()
 def misfits(mesh: Any) -> None:
     adapter = get_adapter()
-    with pytest.raises(ValueError, match=r"24 features, which are not 7 heads \(heads=\(3, 2, 2\)\)"):
+    with pytest.raises(ValueError, match=r"24 features, which do not divide into 7 heads \(heads=\(3, 2, 2\)\)"):
         parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel(heads=(3, 2, 2)))
     # The framework's own words for an input that fits the style and not the weight.
     column = parallelize_module(adapter.linear_module(4, 24), mesh, ColwiseParallel())

@@ -271,7 +271,7 @@ def test_different_values_are_named(pool: Any) -> None:
             "an input of a style": ["the input of ", "differ in the values of the local tensor", "input_layouts"],
             "an input that is prepared": ["input 0 of Probe", "differ in the values of"],
             "an input": ["the local tensor given to DTensor.from_local"],
-            "an operand": ["the second operand", "a plain tensor.", "taken to be the same"],
+            "an operand": ["the second operand", "a plain tensor.", "assumed to be the same"],
             "a target": ["a plain target or class weight of a loss"],
             "generators, when called": ["the state of the random number generator", "manual_seed"],
             "generators": ["the state of the random number generator", "manual_seed"],

@@ -85,7 +85,7 @@ def by_choice(mesh: Any, seeds: list[int]) -> None:
         for order in drawn:
             if at < len(order):
                 assert f"'expert{order[at]}'" in str(error.value), (drawn, str(error.value))
-        assert "make one unit of the module that holds all of them" in str(error.value)
+        assert "apply fully_shard to the module around the choice" in str(error.value)
         # Ranks that go on together after it are right.
         together = list(range(COUNT))
         single = adapter.load(build(mesh), np.random.default_rng(5))
@@ -118,7 +118,7 @@ def later(mesh: Any, how: str) -> None:
             other = f"'expert{3 - (rank > 0)}'" if how == "different" else f"probably the gather of {usual}"
             with pytest.raises(RankMismatchError) as error:
                 adapter.call(root, x)
-            for text in (f"'expert{root.order[0][0]}'", other, "make one unit of the module"):
+            for text in (f"'expert{root.order[0][0]}'", other, "apply fully_shard to the module around the choice"):
                 assert text in str(error.value)
 
 

@@ -83,7 +83,7 @@ def tutorial(mesh: Any) -> None:
     take(grads)
     stays_whole = mesh.platform.frees_storage  # else nothing can be stale
     for call in (unit.unshard, lambda: adapter.call(unit, adapter.tensor(x))) if stays_whole else ():
-        with pytest.raises(RuntimeError, match=r"changed while it was whole: call reshard\(\)"):
+        with pytest.raises(RuntimeError, match=r"changed while it was unsharded: call reshard\(\)"):
             call()
     unit.reshard()
     adapter.call(unit, adapter.tensor(x))

@@ -147,9 +147,7 @@ REPORTS = {
         lambda m, x, a: a.softmax(m.up(x), -1), plan={"up": C(output_layouts=Replicate())}
     ),
     "mean over some tokens": Report(of_tokens, "found", "gets a part", BY_SEQUENCE, SEQUENCE),
-    "weight on some tokens": Report(
-        scaled, "found", "summand of its gradient", BY_SEQUENCE | {"out": TO_WHOLE}, SCALED
-    ),
+    "weight on some tokens": Report(scaled, "found", "partial gradient", BY_SEQUENCE | {"out": TO_WHOLE}, SCALED),
     "norm on some tokens, styled": Report(
         lambda m, x, a: m.out(m.norm(m.down(a.relu(m.up(x))))),
         plan=BY_SEQUENCE | {"out": TO_WHOLE, "norm": SequenceParallel(use_local_output=True)},

@@ -106,9 +106,10 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
                 found[where] = (where, norm, HeadNormParallel(use_local_output=style.use_local_output))
             elif size == features and style.use_local_output and QUERY_OR_KEY_NORM.match(name):
                 raise ValueError(
-                    f"{name!r} normalises all {size} features of {path!r} together, and the plan gives each rank a "
-                    f"part of them: give {path!r} output_layouts=Replicate(), or use_local_output=False and {name!r} "
-                    "HeadNormParallel(use_local_output=False)"
+                    f"{name!r} normalises all {size} features of {path!r} together, but under the plan each rank has "
+                    f"a shard of these features. Set output_layouts=Replicate() for {path!r}. Or set "
+                    f"use_local_output=False for {path!r}, and use HeadNormParallel(use_local_output=False) for "
+                    f"{name!r}"
                 )
     return list(found.values())
 

@@ -48,12 +48,12 @@ class _Guard:
         fits = len(shape) <= max(self.dim, 0) or shape[self.dim] != self.own
         if fits or isinstance(x, DTensor) or is_styled(module):
             return
-        own_style = f"{self.path!r} {self.styled}, or " if self.styled else ""
+        own_style = f"{self.styled} for {self.path!r}, or " if self.styled else ""
         raise ValueError(
-            f"{module_label(module)} takes {self.features} features in {_DIMS[self.dim]} of its input, and gets a "
-            f"plain one with this rank's part of them, as {self.source!r} gives it, whose ColwiseParallel shards its "
-            f"{self.features} features over {self.mesh}: give {own_style}{self.source!r} "
-            "ColwiseParallel(output_layouts=Replicate())"
+            f"{module_label(module)} takes {self.features} features in {_DIMS[self.dim]} of its input, but gets a "
+            f"plain tensor with this rank's shard of these features from {self.source!r}. The ColwiseParallel of "
+            f"{self.source!r} shards its {self.features} output features over {self.mesh}. In the plan, use "
+            f"{own_style}ColwiseParallel(output_layouts=Replicate()) for {self.source!r}"
         )
 
 
@@ -103,7 +103,7 @@ def guard_forgotten_layers(
 #: Attribute with the number of input features -> dimension of the features in the input. These are attributes of
 #: recurrent cells, attention and batch norms, and have the same names in both frameworks.
 _NUMBERS = {"input_size": -1, "embed_dim": -1, "num_features": 1}
-_STYLED = "RowwiseParallel() (a norm SequenceParallel())"
+_STYLED = "RowwiseParallel() (SequenceParallel() for a norm)"
 _DIMS = {-1: "the last dimension", 1: "dimension 1"}
 
 

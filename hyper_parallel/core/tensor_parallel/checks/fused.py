@@ -167,11 +167,11 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
     else:
         raise ValueError(
             f"{projection.path!r} has {projection.features} output features, which are {heads} query, {key_value} key "
-            f"and {key_value} value heads of {size}{source}, and {style!r} cuts dimension {_dim(projection, mesh)} of "
+            f"and {key_value} value heads of {size}{source}. {style!r} shards dimension {_dim(projection, mesh)} of "
             f"its weight into {'consecutive features' if parts is None else f'parts of {parts}'} for the "
-            f"{mesh.size()} ranks of {mesh}, across these: write ColwiseParallel(heads=({heads}, {key_value}, "
-            f"{key_value})), or packed=({whole[0]}, {whole[1]}, {whole[2]}); packed=1 where query, key and value "
-            "alternate head by head"
+            f"{mesh.size()} ranks of {mesh}, which mixes queries, keys and values. Write "
+            f"ColwiseParallel(heads=({heads}, {key_value}, {key_value})), or packed=({whole[0]}, {whole[1]}, "
+            f"{whole[2]}). Write packed=1 if query, key and value alternate head by head"
         )
 
 
@@ -188,12 +188,12 @@ def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: Devic
                 row = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
                 row = "" if projection.taken else row
                 raise ValueError(
-                    f"{projection.path!r} has {projection.features} output features, {word} the {size} that {path!r} "
-                    f"takes, as {what} or one whose parts alternate, and {projection.style!r} cuts dimension "
-                    f"{_dim(projection, mesh)} of its weight into consecutive features for the {mesh.size()} ranks of "
-                    f"{mesh}: write ColwiseParallel(packed={times}) where code takes it apart by chunk or split, "
-                    "heads= and packed= for parts of other sizes; packed=1 where the parts alternate, head by head or "
-                    f"feature by feature, so that consecutive features belong together{row}"
+                    f"{projection.path!r} has {projection.features} output features, {word} the {size} input features "
+                    f"of {path!r}: its weight is {what}, or one matrix with alternating parts. {projection.style!r} "
+                    f"shards dimension {_dim(projection, mesh)} of the weight into consecutive features for the "
+                    f"{mesh.size()} ranks of {mesh}. Write ColwiseParallel(packed={times}) if the code splits the "
+                    "output by chunk or split, with heads= for parts of other sizes. Write packed=1 if the parts "
+                    f"alternate, head by head or feature by feature{row}"
                 )
 
 
@@ -203,18 +203,18 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
     left, row = latent.features - projection.inputs, next(iter(projection.taken.values()))
     if style._is_packed and style.heads is None:
         raise ValueError(
-            f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, as keys and "
-            f"values are made of a latent, head by head, and {style!r} cuts its weight into parts of "
-            f"{style.parts(projection.module, mesh.platform, path)} features: leave packed= out; where all keys come "
-            "before all values, say with heads=(keys, values) how many there are"
+            f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, like a "
+            f"projection from a latent to keys and values, head by head. {style!r} divides its weight into parts of "
+            f"{style.parts(projection.module, mesh.platform, path)} features. Leave packed= out. If all keys come "
+            "before all values, pass their numbers of heads with heads=(keys, values)"
         )
     if not latent._says_how_it_is_read:
         raise ValueError(
-            f"{latent.path!r} gives {latent.features} features, of which {path!r} takes {projection.inputs}, and "
-            f"code that has this rank's heads only, before {row!r}, is left with the other {left}: each of the "
-            f"{mesh.size()} ranks of {mesh} computes a part of their gradient. Give {latent.path!r} "
-            f"NoParallel(partial_features={left}), which adds it up; or partial_features=0, if all ranks read them "
-            "in the same way"
+            f"{latent.path!r} returns {latent.features} features, and {path!r} takes {projection.inputs} of them. The "
+            f"other {left} features go to code with this rank's heads only, before {row!r}. So each of the "
+            f"{mesh.size()} ranks of {mesh} computes a partial gradient of them. Use "
+            f"NoParallel(partial_features={left}) for {latent.path!r}, which sums this gradient over the ranks. Use "
+            "partial_features=0 if the gradient is the same on all ranks"
         )
 
 

@@ -92,8 +92,8 @@ def _match(plan: dict[str, ParallelStyle | str], modules: dict[str, Any]) -> lis
         style = style_by_name(given, pattern) if isinstance(given, str) else given
         if not isinstance(style, ParallelStyle):
             raise TypeError(
-                f"the plan gives {pattern!r} {style!r}, which is neither a ParallelStyle nor the name of one"
-                f"{import_hint(style)}"
+                f"the plan has {style!r} for {pattern!r}, which is neither a ParallelStyle nor the name of a "
+                f"style{import_hint(style)}"
             )
         found = [(path, modules[path], style) for path in paths.matching(pattern)]
         if not found:
@@ -131,7 +131,7 @@ def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
         for earlier_path, earlier in styles_of.setdefault(id(module), []):
             if style.excludes(earlier):
                 raise ValueError(
-                    f"the plan gives {path!r} two styles, {earlier!r} (as {earlier_path!r}) and {style!r}: keep one"
+                    f"the plan has two styles for {path!r}, {earlier!r} (as {earlier_path!r}) and {style!r}: keep one"
                 )
         styles_of[id(module)].append((path, style))
 
@@ -161,9 +161,9 @@ def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
                 other_path, style, placement = placement_of[id(parameter)]
                 raise ValueError(
                     f"{path!r} shares its parameter {name!r} with {other_path!r}, which {style!r} places "
-                    f"[{placement!r}], and the plan gives {path!r} no style: give it one that places the parameter the "
-                    "same way, in the same plan (one call for both). An embedding and a head that are tied go together "
-                    "as RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
+                    f"[{placement!r}], but the plan has no style for {path!r}. Add a style with the same placement of "
+                    "the parameter to the same plan (one call for both modules). For a tied embedding and head, use "
+                    "RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
                 )
 
 
@@ -183,14 +183,14 @@ def _check_parameters(
         if isinstance(parameter, DTensor) and parameter.placements != (placement,):
             where = path or type(module).__name__
             raise ValueError(
-                f"parameter {name!r} of {where!r} is placed {list(parameter.placements)} already, by a module that "
-                f"shares it, and {style!r} would place it [{placement!r}]: modules that share a parameter need styles "
-                "that place it the same way"
+                f"parameter {name!r} of {where!r} is placed {list(parameter.placements)} already, by another module "
+                f"with this parameter, but {style!r} would place it [{placement!r}]. Modules with a shared parameter "
+                "need styles with the same placement of the parameter"
             )
         other_path, other, earlier = placement_of.setdefault(id(parameter), (path, style, placement))
         if earlier is not placement:
             raise ValueError(
                 f"{other_path!r} and {path!r} share the parameter {name!r}, and the plan places it in two ways: "
-                f"{earlier!r} by {other!r} and {placement!r} by {style!r}. An embedding and a head that are tied go "
-                "together as RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
+                f"{earlier!r} by {other!r} and {placement!r} by {style!r}. For a tied embedding and head, use "
+                "RowwiseParallel and ColwiseParallel, which both shard the vocabulary"
             )

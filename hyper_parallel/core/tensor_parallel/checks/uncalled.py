@@ -22,8 +22,8 @@ def check_called(matches: list[Match], modules: dict[str, Any]) -> None:
         if around is None or around is module or not is_fused_attention(around):
             continue
         raise ValueError(
-            f"the plan gives {path!r} {type(style).__name__}, and the {type(around).__name__} {above!r} reads the "
-            "weight of that layer without calling it: the style would never run. Give the whole module NoParallel(), "
-            "or write attention with layers for query, key, value and output, and give these ColwiseParallel() and "
+            f"the plan has {type(style).__name__} for {path!r}, but the {type(around).__name__} {above!r} reads the "
+            f"weight of {path!r} without calling the layer: the style would never run. Use NoParallel() for the whole "
+            "module. Or write attention with layers for query, key, value and output, with ColwiseParallel() and "
             "RowwiseParallel()"
         )

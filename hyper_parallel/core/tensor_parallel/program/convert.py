@@ -56,8 +56,9 @@ def to_placement(
     if isinstance(x, DTensor):
         if x.device_mesh is not mesh:
             raise OtherMeshError(
-                f"{what} is distributed over {x.device_mesh}, the style works on {mesh}: apply fully_shard or "
-                "replicate over the other dimension to a model that takes a distributed batch, or pass to_local()"
+                f"{what} is distributed over {x.device_mesh}, but the style is applied to {mesh}. For a distributed "
+                "batch, apply fully_shard or replicate to the model over the other dimension. Otherwise pass "
+                "to_local()"
             )
     elif mesh.platform.is_tensor(x):
         known: Layout | None = None
@@ -67,8 +68,8 @@ def to_placement(
             own = shard_sizes(layout, size, mesh.size())[mesh.get_local_rank()]
             if x.shape[layout.dim] != own:
                 raise ValueError(
-                    f"{what} has {x.shape[layout.dim]} features, and the weight takes {own} on this rank, its part "
-                    f"of {size} as {layout!r}: give the shard, or give the placement of the input with "
+                    f"{what} has {x.shape[layout.dim]} features, but the weight takes {own} on this rank, its part of "
+                    f"{size} features under {layout!r}. Pass the shard, or declare the placement of the input with "
                     "input_layouts=..."
                 )
             known = requested_layout(mesh, (layout,), shape, what)
@@ -88,7 +89,7 @@ def to_placement(
         except ValueError as error:
             raise ValueError(f"{what} is not placed as the plan says: {error}") from None
     else:
-        raise TypeError(f"{what} has a layout in the plan and must be a tensor, got {type(x).__name__}")
+        raise TypeError(f"{what} has a placement in the plan and must be a tensor, got {type(x).__name__}")
     return x if desired is None else _redistribute(x, desired, what)
 
 
@@ -152,8 +153,9 @@ def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
 def too_few_inputs(module: Any, args: tuple, layouts: Sequence[Any], style: Any) -> ValueError:
     """Return the error for a module that was called with fewer positional inputs than its style has layouts."""
     return ValueError(
-        f"{module_label(module)} was called with {len(args)} positional input(s), {type(style).__name__} has "
-        f"{len(layouts)} input_layouts: give the rest positionally, or use input_kwarg_layouts for inputs by keyword"
+        f"{module_label(module)} was called with {len(args)} positional input(s), but {type(style).__name__} has "
+        f"{len(layouts)} input_layouts: pass all these inputs by position, or use input_kwarg_layouts for keyword "
+        "inputs"
     )
 
 
@@ -176,8 +178,8 @@ def convert_outputs(
     outputs = output if several else (output,)
     if len(outputs) != len(layouts):
         raise ValueError(
-            f"{name} returned {len(outputs)} output(s), {type(style).__name__} has {len(layouts)} output_layouts: give "
-            "one for each output, None for one that stays as it is"
+            f"{name} returned {len(outputs)} output(s), but {type(style).__name__} has {len(layouts)} output_layouts: "
+            "list one placement for each output, and None for an unchanged output"
         )
     new = [
         y
@@ -254,7 +256,7 @@ def as_pairs(given: Any, desired: Any, keyword: str, style: str) -> tuple[Slots,
     pair = as_slots(given, keyword, style), as_slots(desired, f"desired_{keyword}", style)
     if len(pair[0]) != len(pair[1]):
         raise ValueError(
-            f"{style}: {keyword} has {len(pair[0])} entries and desired_{keyword} has {len(pair[1])}; give one for "
-            "each tensor, None for one that stays as it is"
+            f"{style}: {keyword} has {len(pair[0])} entries, but desired_{keyword} has {len(pair[1])}: list one "
+            "placement for each tensor, and None for an unchanged tensor"
         )
     return pair

@@ -114,10 +114,10 @@ def convert_part(
         (placed,) = y.placements
         if mesh.size() > 1 and any(p.is_shard() and placed.is_shard(p.dim) for p in split.outside.placements):
             raise ValueError(
-                f"{what} is placed {list(split.outside.placements)} on {split.outside.mesh}, and the style would give "
-                f"a plain part of it, placed {[placed]} on {mesh}: use_local_output=False (use_local_input for the "
-                "inputs that PrepareModuleInputOutput gives the module) gives DTensors that are cut twice, or cut "
-                "another dimension"
+                f"{what} is placed {list(split.outside.placements)} on {split.outside.mesh}, and the style would "
+                f"return a plain shard, placed {[placed]} on {mesh}, of a dimension that the batch shards already. "
+                "Set use_local_output=False (use_local_input for inputs of PrepareModuleInputOutput) to get DTensors, "
+                "or shard another dimension"
             )
         y = localize(y)
     return _whole(y, split.outside, mesh, what)
@@ -191,8 +191,8 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
     split = _SPLITS[x._layout, mesh]
     if split is None or split.outside.mesh is not batch.mesh or any(p.is_partial() for p in split.outside.placements):
         raise ValueError(
-            f"an input of {name} is placed {list(x.placements)} on {x.device_mesh}, and another "
-            f"{list(batch.placements)} on {batch.mesh}: redistribute it, x.redistribute(mesh, [Shard(0)]) or "
+            f"an input of {name} is placed {list(x.placements)} on {x.device_mesh}, but another input is placed "
+            f"{list(batch.placements)} on {batch.mesh}: redistribute the input, x.redistribute(mesh, [Shard(0)]) or "
             "[Replicate()]"
         )
     outside, own = split
@@ -296,10 +296,10 @@ def _whole(y: Any, outside: Layout, mesh: DeviceMesh, what: str) -> Any:
     ):
         where = f"is on {y.device_mesh}" if distributed else "is a plain tensor"
         raise ValueError(
-            f"{what}, of shape {tuple(shape)}, {where}, and is no part of a batch of shape {tuple(outside.shape)} "
-            f"placed {list(outside.placements)} on {outside.mesh}, of which this rank's has the shape "
-            f"{tuple(outside.local_shape)}: give a plain tensor, or a DTensor on {mesh}, with the same dimension, or "
-            "call the module with plain tensors"
+            f"{what}, of shape {tuple(shape)}, {where}, and is not a shard of the batch of shape "
+            f"{tuple(outside.shape)}, placed {list(outside.placements)} on {outside.mesh}. This rank's shard of the "
+            f"batch has shape {tuple(outside.local_shape)}. Return a plain tensor or a DTensor on {mesh} with the "
+            "same batch dimension, or call the module with plain tensors"
         )
     for dim in dims:
         shape[dim] = outside.shape[dim]

@@ -31,17 +31,17 @@ EXPERT_SHARES: ContextVar[Sequence[float] | None] = ContextVar("hyper_parallel_e
 
 #: Problems of a call on one rank, by number: texts with places for the two numbers of the problem.
 _WRONG = {
-    1: "the experts' indices go from {0} to {1}",
-    2: "the numbers of tokens sum to {0}, and there are {1} tokens",
-    3: "there are numbers of tokens for {0} experts",
-    4: "a number of tokens is {0}",
+    1: "the indices of experts go from {0} to {1}",
+    2: "the token counts sum to {0}, but there are {1} tokens",
+    3: "there are token counts for {0} experts",
+    4: "a token count is {0}",
     5: "the arguments are neither (tokens, counts) nor (hidden states, indices, weights)",
-    6: "there are indices for {0} tokens, and {1} tokens",
+    6: "there are indices for {0} tokens, but {1} tokens",
 }
 #: Greater than the largest key of `_WRONG`.
 _PROBLEMS = 8
 _REMEDY = (
-    "give the module (tokens sorted by expert (N, d), tokens for each expert (E,)), or (hidden states (T, d), indices "
+    "call the module with (tokens sorted by expert (N, d), token counts (E,)), or with (hidden states (T, d), indices "
     "of experts (T, k), weights (T, k))"
 )
 
@@ -199,7 +199,13 @@ def _refuse(details: np.ndarray, facts: dict[str, Any], mesh: DeviceMesh, count:
     ]
     if wrong:
         raise ValueError(f"{what} has {count} experts, and {'; '.join(wrong)}: {_REMEDY}")
-    check_digests(details[:, 3:], facts, mesh, what, f"call it so on all ranks of {mesh}, also with no tokens")
+    check_digests(
+        details[:, 3:],
+        facts,
+        mesh,
+        what,
+        f"call the module in the same way on all ranks of {mesh}, also with no tokens",
+    )
 
 
 def values_of(x: Any, platform: Platform) -> np.ndarray:
@@ -225,6 +231,9 @@ def evenly(rows: int, count: int) -> np.ndarray:
     if shares is None:
         return rows // count + (np.arange(count) < rows % count)
     if len(shares) != count:
-        raise ValueError(f"expert_shares was given {len(shares)} numbers, and a module has {count} experts")
+        raise ValueError(
+            f"expert_shares got {len(shares)} numbers, but a module has {count} experts: pass one number for each "
+            "expert"
+        )
     ends = np.cumsum(np.asarray(shares, np.float64)) / sum(shares)
     return np.diff(np.rint(ends * rows).astype(np.int64), prepend=0)

@@ -70,8 +70,8 @@ def parts_of_batch(
     ):
         lie = [f"{list(x.placements)} on {x.device_mesh}" if isinstance(x, DTensor) else "plain" for x in tensors]
         raise ValueError(
-            f"{name} is called with tensors that lie as {lie}: give plain tensors, or DTensors of one mesh with the "
-            f"ranks of {mesh}"
+            f"{name} is called with tensors of different placements, {lie}: pass plain tensors, or DTensors on one "
+            f"mesh with the ranks of {mesh}"
         )
     wanted = tuple(_placement(batch.slices.at((mesh_dim,)), mesh, name) for mesh_dim in range(batch.ndim))
     return _cut(args, kwargs, get_layout(batch, wanted, layouts[0].shape), count)
@@ -153,8 +153,9 @@ def _placement(dim: DeviceMesh, mesh: DeviceMesh, name: str) -> Placement:
     if all(one is None or dim.is_beside(one) for one in over):
         return Replicate()
     raise ValueError(
-        f"{name} is called with DTensors on {dim}, and gradients of its experts, on {mesh}, are not summed over all of "
-        "these ranks: apply fully_shard or replicate to it over the others, or give DTensors of its mesh"
+        f"{name} is called with DTensors on {dim}, but the gradients of its experts, on {mesh}, are not summed over "
+        f"all ranks of {dim}. Apply fully_shard or replicate to {name} over the other dimensions, or pass DTensors on "
+        f"{mesh}"
     )
 
 

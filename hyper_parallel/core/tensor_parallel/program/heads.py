@@ -22,7 +22,7 @@ def as_heads(heads: int | Sequence[int] | None, style: str) -> int | tuple[int, 
         return None
     numbers = (heads,) if isinstance(heads, int) else tuple(heads)
     if any(not isinstance(n, int) or isinstance(n, bool) for n in numbers):
-        raise TypeError(f"{style}(heads=...) takes a number of heads, or one for each part, got {heads!r}")
+        raise TypeError(f"{style}(heads=...) takes a number of heads, or a number for each part, got {heads!r}")
     if not numbers or min(numbers) < 1:
         raise ValueError(f"{style}(heads=...) takes numbers of at least 1, got {heads!r}")
     return heads if isinstance(heads, int) else numbers
@@ -36,8 +36,8 @@ def sizes_of_heads(features: int, heads: tuple[int, ...], where: str) -> tuple[i
     """
     if features % sum(heads):
         raise ValueError(
-            f"{where!r} has {features} features, which are not {sum(heads)} heads (heads={heads}) of one size: give "
-            "packed=... as well"
+            f"{where!r} has {features} features, which do not divide into {sum(heads)} heads (heads={heads}) of equal "
+            "size: pass packed=... as well"
         )
     return tuple(n * (features // sum(heads)) for n in heads)
 
@@ -64,7 +64,10 @@ def check_heads(
     ranks = mesh.size()
     for count, size in zip((heads,) if isinstance(heads, int) else heads, features, strict=True):
         if size % count:
-            raise ValueError(f"{where!r} has {size} features, which are not {count} heads{source}: correct the number")
+            raise ValueError(
+                f"{where!r} has {size} features, which do not divide into {count} heads{source}: correct the number "
+                "of heads"
+            )
         if count % ranks == 0 or (may_replicate and ranks % count == 0):
             continue
         fitting = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
@@ -73,8 +76,8 @@ def check_heads(
             choices.append(f"for keys and values ColwiseParallel(heads={count}, replicate_heads=True)")
         choices.append("use_local_output=False for the projections, which keeps the heads distributed without counting")
         raise ValueError(
-            f"{where!r} has {count} heads of {size // count} features{source}, which the {ranks} ranks of {mesh} "
-            f"cannot share: use {'; or '.join(choices)}"
+            f"{where!r} has {count} heads of {size // count} features{source}, which do not divide over the {ranks} "
+            f"ranks of {mesh}: use {'; or '.join(choices)}"
         )
 
 

@@ -59,9 +59,9 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
     Models"; torch's ``_micro_pipeline_tp``.
     """
     if chunks < 2:
-        raise ValueError(f"overlap_collectives(chunks={chunks!r}): a layer is cut into 2 chunks at least")
+        raise ValueError(f"overlap_collectives(chunks={chunks!r}): chunks must be at least 2")
     if least < 0:
-        raise ValueError(f"overlap_collectives(least={least!r}): a number of elements is not negative")
+        raise ValueError(f"overlap_collectives(least={least!r}): least must not be negative")
     token = _ACTIVE.set((chunks, least))
     _OPEN.append((chunks, least))
     try:

@@ -92,15 +92,15 @@ def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
     if layout is not None:
         where = "" if layout.mesh is mesh else f" on {layout.mesh}"
         raise ValueError(
-            f"{what} is placed {list(layout.placements)}{where}, and the style that was applied placed it {placements} "
-            f"on {mesh}: give it a value that is placed so, with value.redistribute(placements={placements}) or "
-            f"distribute_tensor(value.full_tensor(), mesh, {placements})"
+            f"{what} is placed {list(layout.placements)}{where}, but its style placed it {placements} on {mesh}: "
+            f"assign a value with the placement of the style, made with value.redistribute(placements={placements}) "
+            f"or distribute_tensor(value.full_tensor(), mesh, {placements})"
         )
     foreign = mesh.platform.foreign_tensor(p)
     raise ValueError(
-        f"{what} is {foreign or 'a plain tensor'}, and the style that was applied made it a DTensor of shape "
-        f"{tuple(planned.shape)} placed {placements}: something has put another parameter in its place since. Copy "
-        "values into the parameter that is there (loading a state dict does, unless it assigns), or assign a parameter "
-        f"made of distribute_tensor(value, mesh, {placements}). Under fully_shard the parameter is there "
-        "only while the unit runs: call the module that fully_shard was applied to, or its unshard()"
+        f"{what} is {foreign or 'a plain tensor'}, but its style had made it a DTensor of shape "
+        f"{tuple(planned.shape)} placed {placements}: the parameter was replaced afterwards. Copy values into the "
+        "existing parameter, as load_state_dict does with assign=False. Or assign a parameter made of "
+        f"distribute_tensor(value, mesh, {placements}). Under fully_shard the parameter exists only while the unit "
+        "runs: call the unit, or its unshard()"
     )

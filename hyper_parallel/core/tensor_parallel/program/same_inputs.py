@@ -66,7 +66,7 @@ def _agree(x: Any, mesh: DeviceMesh, what: str, taker: Any) -> None:
         f"a call of {module_label(taker)}",
         row=mesh.ranks_along(0),
         row_facts=facts,
-        remedy=f"it is plain and taken for Replicate(), the same on all {mesh.size()} ranks of {mesh}. Give these "
-        "ranks the same samples: a sampler takes the number and the rank of the data-parallel mesh, never those of the "
-        "world; or say with input_layouts=... how the input is sharded",
+        remedy=f"the input is plain and assumed to be Replicate(), the same on all {mesh.size()} ranks of {mesh}. "
+        "Pass the same samples on these ranks: the sampler needs the size and rank of the data-parallel mesh, "
+        "never those of the world. If the input is sharded, declare its placement with input_layouts=...",
     )

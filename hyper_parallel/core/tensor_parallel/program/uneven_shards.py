@@ -63,7 +63,7 @@ def agree_on_shape(shape: tuple[int, ...], mesh: DeviceMesh, placement: Placemen
         "a call",
         row=mesh.ranks_along(0),
         row_facts={f"the shape of {what}": str(shape)},
-        remedy=f"it is plain and taken for {placement!r}, equal in size on all {mesh.size()} ranks of {mesh}. For "
-        "a size that does not divide, pass DTensors between modules (use_local_output=False in the module before, "
-        f"or DTensor.from_local(x, mesh, [{placement!r}], shape=...)), or pad",
+        remedy=f"the input is plain and assumed to be {placement!r}, of equal size on all {mesh.size()} ranks of "
+        f"{mesh}. For uneven shards, pass DTensors between modules, with use_local_output=False for the module "
+        f"before or DTensor.from_local(x, mesh, [{placement!r}], shape=...). Or pad the dimension",
     )

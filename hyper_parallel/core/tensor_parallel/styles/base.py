@@ -71,7 +71,7 @@ class ParallelStyle(ABC):
                 names = [p.name for p in parameters]
                 raise TypeError(
                     f"{cls.__name__} takes {', '.join(names)} by keyword, got {args[0]!r} by position: write "
-                    f"{cls.__name__}({names[0]}={args[0]!r}), or the keyword that is meant{import_hint(args[0])}"
+                    f"{cls.__name__}({names[0]}={args[0]!r}), or another keyword{import_hint(args[0])}"
                 )
         return super().__new__(cls)
 
@@ -263,9 +263,9 @@ class ModuleStyle(ParallelStyle):
         for name, placement in self.parameter_placements(module, device_mesh).items():
             if name not in own:
                 raise ValueError(
-                    f"{self!r} names the parameter {name!r}, and {where!r} ({type(module).__name__}) has "
-                    f"{', '.join(map(repr, own)) or 'none of its own'}: correct the name, or name the submodule in the "
-                    "plan"
+                    f"{self!r} names the parameter {name!r}, but the parameters of {where!r} "
+                    f"({type(module).__name__}) are: {', '.join(map(repr, own)) or 'none of its own'}. Correct the "
+                    "name, or name the submodule in the plan"
                 )
             shape = tuple(own[name].shape)
             what = f"parameter {name!r} of {where!r}, of shape {shape},"
@@ -396,5 +396,5 @@ def check_flag(value: Any, keyword: str, style: str) -> bool:
         TypeError: if ``value`` is not a bool.
     """
     if not isinstance(value, bool):
-        raise TypeError(f"{style}({keyword}=...) is True or False, got {value!r}")
+        raise TypeError(f"{style}({keyword}=...) takes True or False, got {value!r}")
     return value

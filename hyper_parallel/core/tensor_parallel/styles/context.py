@@ -70,8 +70,8 @@ class ContextParallel(ParallelStyle):
             if order is not None:  # inside `context_parallel`, which knows the length of the sequence
                 if order != ranges_on(mesh, sum(sizes_of(order)), self.balance):
                     raise ValueError(
-                        f"{name} has the style {self!r}, and is called inside of a context_parallel with another "
-                        "balance: give both the same, or leave the context out"
+                        f"{name} has the style {self!r}, but is called inside a context_parallel with another load "
+                        "balancing: use the same for both, or leave the context out"
                     )
                 return forward(module, *args, **kwargs)
             parts = PartsOfModule(mesh, f"attention in {name}", self.balance, self.method, earlier)
@@ -79,9 +79,9 @@ class ContextParallel(ParallelStyle):
                 y = forward(module, *args, **kwargs)
             if not parts.called:
                 raise ValueError(
-                    f"{name} has the style {self!r}, and its forward called no attention function that the style "
-                    "handles. Attention that is written out sees this rank's part alone. Call "
-                    "scaled_dot_product_attention in it, or give the style to the module that does"
+                    f"{name} has the style {self!r}, but its forward called no supported attention function. "
+                    "Attention composed of other operations sees this rank's part of the sequence alone. Call "
+                    "scaled_dot_product_attention in the module, or name the module that calls it in the plan"
                 )
             return y
 

@@ -95,26 +95,26 @@ class ExpertParallel(ModuleStyle):
         self.input_layout = as_single(input_layout, "input_layout", name)
         if self.input_layout not in (None, Shard(0), Replicate()):
             raise ValueError(
-                f"{name}(input_layout={self.input_layout!r}): tokens are each rank's own, None, or parts of one "
-                "tensor, Shard(0), or the same on all ranks, Replicate()"
+                f"{name}(input_layout={self.input_layout!r}): use None for different tokens on each rank, Shard(0) "
+                "for shards of one tensor, Replicate() for the same tokens on all ranks"
             )
         if tp_dim is not None and self.input_layout is None:
             raise ValueError(
-                f"{name}(tp_dim={tp_dim!r}): say with input_layout how tokens lie over its ranks: Shard(0), as in "
-                "sequence parallelism, or Replicate()"
+                f"{name}(tp_dim={tp_dim!r}): declare the placement of tokens over this dimension with input_layout: "
+                "Shard(0), as in sequence parallelism, or Replicate()"
             )
         self.inside = None if inside is None else {key: own_placement(placement) for key, placement in inside.items()}
         if self.inside is not None and (tp_dim is None or self.input_layout is not Replicate()):
             raise ValueError(
-                f"{name}(inside=...): ranks that each have a part of an expert need the same tokens: give tp_dim and "
-                "input_layout=Replicate(). For shards of a sequence leave inside out, and apply the style to a mesh "
-                "that has the dimension too"
+                f"{name}(inside=...): ranks with shards of one expert need the same tokens: pass tp_dim and "
+                "input_layout=Replicate(). For shards of a sequence, leave inside out, and apply the style to a mesh "
+                "that includes the dimension"
             )
         for key, placement in (self.inside or {}).items():
             if not isinstance(placement, Shard) or not placement.dim:
                 raise ValueError(
-                    f"{name}(inside=...) cuts each expert, (experts, ...), along another dimension than the first, and "
-                    f"has {placement!r} for {key!r}"
+                    f"{name}(inside=...) shards each expert, (experts, ...), along a dimension other than the first, "
+                    f"got {placement!r} for {key!r}"
                 )
         self.tp_dim, self.count_attribute = tp_dim, count_attribute
 
@@ -126,15 +126,15 @@ class ExpertParallel(ModuleStyle):
         shapes = {name: tuple(p.shape) for name, p in platform.named_parameters(module)}
         if not shapes or () in shapes.values() or len({shape[0] for shape in shapes.values()}) != 1:
             raise ValueError(
-                f"{self!r} on {where!r}: its parameters have the shapes {shapes}, and each must be (experts, ...): "
-                "name the module that holds the stacked weights of the experts. For a list with one module for each "
-                "expert, stack the weights: docs/experts.md has a class that does so"
+                f"{self!r} on {where!r}: its parameters have the shapes {shapes}, but each must be (experts, ...): "
+                "name the module with the stacked weights of the experts. For a list with one module for each expert, "
+                "stack the weights: docs/experts.md has a class for this"
             )
         for path, submodule in platform.named_modules(module):
             if path and (names := [name for name, _ in platform.named_parameters(submodule)]):
                 raise ValueError(
-                    f"{self!r} on {where!r}: the module {path!r} below has the parameter {names[0]!r}, which no expert "
-                    "owns: name the module that holds the stacked weights of the experts alone"
+                    f"{self!r} on {where!r}: the module {path!r} below has the parameter {names[0]!r}, which is not a "
+                    "weight of the experts: name the module that holds only the stacked weights of the experts"
                 )
         super().check(module, device_mesh, where)
         tp = self._tp(device_mesh)
@@ -142,16 +142,16 @@ class ExpertParallel(ModuleStyle):
             return
         if set(self.inside) != set(shapes):
             raise ValueError(
-                f"{self!r} on {where!r}: inside names {sorted(self.inside)}, and the parameters are {sorted(shapes)}: "
-                "each must be cut, since the results of all ranks are added"
+                f"{self!r} on {where!r}: inside names {sorted(self.inside)}, but the parameters are {sorted(shapes)}: "
+                "name a placement for each parameter, because the results of all ranks are summed"
             )
         for name, placement in self.inside.items():
             (normal,) = normalize_placements((placement,), tp, len(shapes[name]), f"parameter {name!r} of {where!r}")
             cut: Any = get_layout(tp, (normal,), shapes[name]).placements[0]
             if 0 in shard_sizes(cut, shapes[name][cut.dim], tp.size()):
                 raise ValueError(
-                    f"{self!r} on {where!r}: {placement!r} leaves some of the {tp.size()} ranks of {tp} without a part "
-                    f"of {name!r}, of shape {shapes[name]}: cut experts over fewer ranks"
+                    f"{self!r} on {where!r}: {placement!r} leaves some of the {tp.size()} ranks of {tp} without "
+                    f"elements of {name!r}, of shape {shapes[name]}: shard the experts over fewer ranks"
                 )
 
     def _tp(self, mesh: DeviceMesh) -> Any:
@@ -168,15 +168,15 @@ class ExpertParallel(ModuleStyle):
         tp = root[self.tp_dim]
         if self.inside is None and not mesh.spans(tp):
             raise ValueError(
-                f"{self!r} is applied to {mesh}, which lacks {self.tp_dim!r}. For shards of a sequence apply it to "
-                'both dimensions: mesh["dp", "tp"]._flatten("ep"). Where its ranks have the same tokens and whole '
-                "experts, leave tp_dim and input_layout out. Or cut experts with inside"
+                f"{self!r} is applied to {mesh}, which lacks {self.tp_dim!r}. For shards of a sequence, apply the "
+                'style to both dimensions: mesh["dp", "tp"]._flatten("ep"). For the same tokens and full experts on '
+                "these ranks, leave tp_dim and input_layout out. To shard each expert, use inside"
             )
         if self.inside is not None and not mesh.is_beside(tp):
             raise ValueError(
-                f"{self!r} is applied to {mesh}, which has the dimension {self.tp_dim!r}. Ranks along it hold "
-                "different experts, and cannot also hold parts of one: leave inside out, or apply the style to other "
-                "dimensions"
+                f"{self!r} is applied to {mesh}, which has the dimension {self.tp_dim!r}. Ranks along this dimension "
+                "hold different experts, and cannot also shard each expert: leave inside out, or apply the style to "
+                "other dimensions"
             )
         return tp
 
@@ -259,8 +259,8 @@ class ExpertParallel(ModuleStyle):
         if not platform.is_tensor(y) or not len(y.shape) or y.shape[0] != sum(numbers):
             shape = tuple(y.shape) if platform.is_tensor(y) else type(y).__name__
             raise ValueError(
-                f"{name} was given {sum(numbers)} tokens for the experts of this rank, and gave {shape}: it must give "
-                "one tensor with a row for each token, in their order"
+                f"{name} got {sum(numbers)} tokens for the experts of this rank, and returned {shape}: it must return "
+                "one tensor with a row for each token, in the same order"
             )
         with platform.no_dispatch():
             y = Combine(routes)(y if rows else platform.narrow(y, 0, 0, 0))
@@ -287,8 +287,8 @@ class ExpertParallel(ModuleStyle):
             losses = mesh.size() // common.size()
         if batch is None and (self.input_layout is None or losses > 1) and SUMMED_OVER.get() is not None:
             raise ValueError(
-                f"{name} is called with plain tokens inside of a batch of DTensors, which has one loss for all ranks: "
-                "give it DTensors, or say ExpertParallel(input_layout=Shard(0))"
+                f"{name} is called with plain tokens in a model whose batch is a DTensor, with one loss for all "
+                "ranks: pass DTensors, or use ExpertParallel(input_layout=Shard(0))"
             )
         steps = [Inputs(args, kwargs, lambda y: y, mesh)] if batch is None else [batch]
         args, kwargs, *_ = steps[-1]
@@ -336,8 +336,8 @@ def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
         return False
     if not held.spans(mesh):
         raise ValueError(
-            f"{caller}: the experts {module_label(module)} lie on {held}, a part of the ranks of {mesh}: apply "
-            "fully_shard or replicate to them first, over the other dimensions of the mesh of the job"
+            f"{caller}: the experts {module_label(module)} are on {held}, which has only some ranks of {mesh}: apply "
+            "fully_shard or replicate to the experts first, over the other dimensions of the mesh"
         )
     return True
 

@@ -78,8 +78,9 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = check_flag(use_local_output, "use_local_output", name)
         if set(self.input_kwarg_layouts) != set(self.desired_input_kwarg_layouts):
             raise ValueError(
-                f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and desired_input_kwarg_layouts "
-                f"{sorted(self.desired_input_kwarg_layouts)}; they must name the same inputs"
+                f"{name}: input_kwarg_layouts names {sorted(self.input_kwarg_layouts)} and "
+                f"desired_input_kwarg_layouts {sorted(self.desired_input_kwarg_layouts)}: both must name the same "
+                "inputs"
             )
         given: dict[Any, Placement | None] = dict(enumerate(self.input_layouts)) | self.input_kwarg_layouts
         desired: dict[Any, Placement | None] = (

@@ -80,23 +80,22 @@ class NoParallel(ModuleStyle):
             given: Any = as_single(local_output_grad_placements, "local_output_grad_placements", name)
             if given not in (Replicate(), Partial()):
                 raise ValueError(
-                    f"{name}(local_output_grad_placements=({given!r},)): the gradient of an output that all ranks "
-                    "have is the same on all, Replicate(), or the sum of the ranks' parts, Partial()"
+                    f"{name}(local_output_grad_placements=({given!r},)): use Replicate() for a gradient that is the "
+                    "same on all ranks, and Partial() for a gradient that is summed over the ranks"
                 )
             self.local_output_grad_placements = (given,)
         if partial_features is not None and (not isinstance(partial_features, int) or partial_features is True):
             raise TypeError(f"{name}(partial_features=...) takes a number of features, got {partial_features!r}")
         if partial_features is not None and (partial_features < 0 or local_output_grad_placements is not None):
             raise ValueError(
-                f"{name}(partial_features={partial_features}): give a number from 0, and leave "
-                "local_output_grad_placements out. partial_features says it for the last features alone, "
-                "local_output_grad_placements for all of them"
+                f"{name}(partial_features={partial_features}): pass a number, at least 0, and leave "
+                "local_output_grad_placements out. partial_features is about the last features, "
+                "local_output_grad_placements about all features"
             )
         if self.partial_output_features and not (self.use_local_output and self.output_layout is Replicate()):
             raise ValueError(
-                f"{name}: how a plain output is read can be said of one that all ranks have whole, "
-                f"output_layout=Replicate() and use_local_output=True, got {self.output_layout!r} and "
-                f"{self.use_local_output!r}: leave out partial_features= and local_output_grad_placements="
+                f"{name}: partial_features= and local_output_grad_placements= need output_layout=Replicate() and "
+                f"use_local_output=True, got {self.output_layout!r} and {self.use_local_output!r}: leave them out"
             )
 
     @property
@@ -159,5 +158,5 @@ class NoParallel(ModuleStyle):
             features = linear_sizes(module, device_mesh.platform)[1]
             if read > features:
                 raise ValueError(
-                    f"{self!r} on {where!r}, which gives {features} features: correct partial_features={read}"
+                    f"{self!r} on {where!r}: the layer has {features} output features, correct partial_features={read}"
                 )

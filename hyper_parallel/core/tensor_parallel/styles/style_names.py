@@ -58,8 +58,8 @@ def style_by_name(name: str, where: str) -> ParallelStyle:
     make = _STYLES.get(name)
     if make is None:
         near = difflib.get_close_matches(name, _STYLES, n=3, cutoff=0.4)
-        hint = f"the nearest are {', '.join(map(repr, near))}" if near else f"there are {', '.join(_STYLES)}"
-        raise ValueError(f"the plan gives {where!r} the style {name!r}, which is not the name of one; {hint}")
+        hint = f"the nearest are {', '.join(map(repr, near))}" if near else f"the names are {', '.join(_STYLES)}"
+        raise ValueError(f"the plan has {name!r} for {where!r}, which is not the name of a style: {hint}")
     return make()
 
 
@@ -91,5 +91,7 @@ def register_style(name: str, factory: Callable[[], ParallelStyle]) -> None:
     Source: ``transformers.integrations.tensor_parallel.ParallelInterface.register``.
     """
     if not isinstance(name, str) or not callable(factory):
-        raise TypeError(f"register_style takes a name and a function that makes a style, got {name!r} and {factory!r}")
+        raise TypeError(
+            f"register_style takes a name and a function that returns a style, got {name!r} and {factory!r}"
+        )
     _STYLES[name] = factory

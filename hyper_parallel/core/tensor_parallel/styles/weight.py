@@ -55,19 +55,21 @@ class WeightParallel(ModuleStyle):
         linear = platform.is_linear_module(module)
         if not (linear or platform.is_embedding_module(module)):
             raise ValueError(
-                f"{name} parallelises linear and embedding modules, {where!r} is a {type(module).__name__}: "
+                f"{name} parallelises linear and embedding modules, but {where!r} is a {type(module).__name__}: "
                 f"{_instead(module, platform, where)}"
             )
         if not linear and (self.packed is not None or self.heads is not None):
-            raise ValueError(f"{name}(packed=..., heads=...) is for linear modules, {where!r} is an embedding")
+            raise ValueError(
+                f"{name}(packed=..., heads=...) is for linear modules, but {where!r} is an embedding: leave packed "
+                "and heads out"
+            )
         if platform.kind_of(module).weight not in dict(platform.named_parameters(module)):
             raise ValueError(f"{name} on {where!r}: {_no_weight(module, platform)}")
         if not linear and self.input_layouts[0] is Shard(-1):
             raise ValueError(
-                f"{where!r} is an embedding, and {self!r} takes its ids to be shards of the last dimension, of which "
-                f"each of the {device_mesh.size()} ranks of {device_mesh} has another: give it "
-                f"{name}(input_layouts=Replicate()) for ids that are the same on every rank, or the dimension that "
-                "is sharded, such as Shard(1) of (batch, sequence)"
+                f"{where!r} is an embedding, and {self!r} would take the ids of the {device_mesh.size()} ranks of "
+                f"{device_mesh} as shards of the last dimension. Use {name}(input_layouts=Replicate()) for ids that "
+                "are the same on every rank, or name the sharded dimension, such as Shard(1) of (batch, sequence)"
             )
         parts = self.parts(module, platform, where) or (self.features(module, platform),)
         super().check(module, device_mesh, where)
@@ -162,8 +164,8 @@ def _weight_shape(module: Any, platform: Platform) -> tuple[int, ...]:
 
 def _no_weight(module: Any, platform: Platform) -> str:
     return (
-        f"{platform.kind_of(module).weight!r} of this {type(module).__name__} is no parameter of its own, something "
-        "computes it (a parametrization, weight or spectral normalisation): apply that after parallelize_module, to "
+        f"{platform.kind_of(module).weight!r} of this {type(module).__name__} is not a parameter, but is computed (by "
+        "a parametrization, weight or spectral normalisation): apply the parametrization after parallelize_module, to "
         "the distributed weight"
     )
 
@@ -183,8 +185,9 @@ def _instead(module: Any, platform: Platform, where: str) -> str:
             "PrepareModuleOutput or SequenceParallel for the module itself"
         )
     return (
-        "NoParallel() computes it whole on every rank, SequenceParallel() on a part of the sequence, ParameterParallel "
-        "places parameters of its own, and register_linear_module is for a class that computes a linear layer"
+        "use NoParallel() to compute the module in full on every rank, SequenceParallel() for a shard of the "
+        "sequence, ParameterParallel to place its parameters. For your own class of linear layers, call "
+        "register_linear_module"
     )
 
 

@@ -108,7 +108,7 @@ def _make(cell: nn.Cell) -> GraphCell:
     if _hooks(cell):
         raise NotTracedError("it has hooks")
     if cell._recompute_cell is not None or cell.mixed_precision_type is not None:
-        raise NotTracedError("it is computed again in backward, or casts")
+        raise NotTracedError("it is recomputed in backward, or casts its inputs")
     return make_cell(cell, how)
 
 

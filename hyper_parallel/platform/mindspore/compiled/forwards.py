@@ -54,10 +54,10 @@ def make_cell(module: nn.Cell, how: Program) -> Layer:
         NotTracedError: for a module that graphs cannot hold.
     """
     if not how.local:
-        raise NotTracedError("its output is a DTensor: give its style use_local_output=True")
+        raise NotTracedError("its output is a DTensor: set use_local_output=True in its style")
     own = {name: p for name, p in module._params.items() if p is not None}
     if not are_planned(own, how.layouts.items(), InterceptedTensor):
-        raise NotTracedError("its parameters are not those that the style has distributed")
+        raise NotTracedError("its parameters were replaced after its style distributed them")
     return Layer(module, how, own)
 
 
@@ -104,17 +104,17 @@ class Layer(GraphCell):
 def _check_steps(how: Program, own: dict[str, Any], takes: Any, gives: Any, wanted: Any) -> None:
     """Raise NotTracedError for steps that graphs cannot do."""
     if how.gives == KEPT and takes != how.given:
-        raise NotTracedError("its input would be cut in another way before it")
+        raise NotTracedError("its input would be redistributed from one sharded dimension to another")
     if how.packed and gives == -1 and wanted != -1:
-        raise NotTracedError("it has several matrices in one, and its output is gathered")
+        raise NotTracedError("its weight packs several matrices, and its output is gathered")
     if how.packed and takes == -1 and how.given != -1:
-        raise NotTracedError("it has several matrices in one, and its input is whole")
+        raise NotTracedError("its weight packs several matrices, and its input is replicated")
     if takes == -1 and how.given not in (None, -1) and not how.even:
-        raise NotTracedError("its input would go from some parts to others of unequal sizes")
+        raise NotTracedError("its input would be redistributed between shards of unequal sizes")
     if gives == -1 and wanted not in (None, -1) and how.size > 1 and not how.even:
-        raise NotTracedError("its output would go from parts of unequal sizes to others")
+        raise NotTracedError("its output would be redistributed between shards of unequal sizes")
     if gives == SUMMANDS and wanted == -1 and _outputs(own) % how.size:
-        raise NotTracedError("its output would be cut along its features, into parts of unequal sizes")
+        raise NotTracedError("its output would be sharded along its features, into shards of unequal sizes")
 
 
 def _outputs(own: dict[str, Any]) -> int:
@@ -129,7 +129,7 @@ def _operation(module: Any, how: Program, own: dict[str, Any], ranks: Ranks) -> 
     if how.sizes and not _is_embedding(module):
         known = original_class(module) in (nn.Dense, mint.nn.Linear)
         if not known or getattr(module, "activation", None) is not None:
-            raise NotTracedError("it is an nn.Dense with an activation of its own, or another kind of linear layer")
+            raise NotTracedError("it is an nn.Dense with an activation, or an unsupported kind of linear layer")
         summands = how.gives == SUMMANDS
         bias = own.get("bias")
         return _Linear(own["weight"], None if summands else bias), bias if summands else None
@@ -165,7 +165,7 @@ class _Embedding(GraphCell):
         if isinstance(module, mint.nn.Embedding):
             special = special or module.padding_idx is not None or module.scale_grad_by_freq
         if len(own) != 1 or special:
-            raise NotTracedError("an embedding that does more than look rows up, or this kind of module, is not traced")
+            raise NotTracedError("this kind of module, or an embedding with other options, is not traced")
         self.looks_up = original_class(module) is nn.Embedding
         if self.looks_up:
             self.hold("_table", *own.values())  # the cell's own code would expect the full number of features
@@ -231,7 +231,9 @@ def _body(module: Any, own: dict[str, Any], read: Callable[[], nn.Cell]) -> nn.C
     """Return a cell with the code and attributes of ``module``, which reads local tensors as its parameters."""
     unknown = [name for name in own if name not in _READERS]
     if unknown or module._cells:
-        raise NotTracedError(f"it holds {', '.join(map(repr, unknown or module._cells))}, which is not known there")
+        raise NotTracedError(
+            f"it holds {', '.join(map(repr, unknown or module._cells))}, which is not supported in graphs"
+        )
     cls: Any = original_class(module)
     namespace = {"__module__": cls.__module__, **{name: property(_READERS[name]) for name in own}}
     own_class: Any = type(cls.__name__, (cls,), namespace)

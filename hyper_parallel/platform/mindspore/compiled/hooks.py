@@ -83,9 +83,9 @@ def _slots(module: nn.Cell, hooks: Sequence[Conversions]) -> list[nn.Cell]:
     cells: list[nn.Cell] = [Same() for _ in range(how.count)]
     for key, program in how.programs:
         if not program.local:
-            raise NotTracedError("a style gives it DTensors: give that style use_local_output=True")
+            raise NotTracedError("a style passes DTensors to it: set use_local_output=True in that style")
         if not isinstance(key, int):
-            raise NotTracedError("a style converts inputs that are given by keyword")
+            raise NotTracedError("a style converts keyword inputs")
         cells[key] = _Conversion(module, program)
     return cells
 
@@ -104,7 +104,7 @@ def make_surrounded(module: nn.Cell, columns: Mapping[str, Program]) -> GraphCel
     before, after = list(module._forward_pre_hook.values()), list(module._forward_hook.values())
     hows: list[Any] = [getattr(hook, "graph_form", None) for hook in (*before, *after)]
     if None in hows:
-        raise NotTracedError("a hook of it, or a style, has no form in graphs")
+        raise NotTracedError("one of its hooks or styles is not supported in graphs")
     reads: dict[int, nn.Cell] = {}
     body = _copied(module)
     for position, names in shared_inputs(original_class(module), frozenset(columns)).items():

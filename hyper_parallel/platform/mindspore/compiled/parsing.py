@@ -41,10 +41,10 @@ __all__ = [
 ]
 
 _ABOUT = (
-    ". In graph mode and in graphs of jit's capture_mode='ast' they may be parameters of modules with styles, between "
-    "which plain tensors pass: docs/compile.md lists what such graphs can hold"
+    ". Graph mode and jit with capture_mode='ast' support modules with styles that pass plain tensors to each other: "
+    "see docs/compile.md for the supported modules"
 )
-_NOT_CALLED = ", or call the cell in graph mode: graphs that are made without a call cannot hold modules with styles"
+_NOT_CALLED = ", or call the cell in graph mode: graphs compiled without a call cannot contain modules with styles"
 _SOMETHING = "a function or cell that is compiled"
 
 
@@ -150,8 +150,8 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
     what = _Parsing.functions[-1] if _Parsing.functions else _SOMETHING
     if isinstance(owner, GraphCell) and name in (*owner.owned, "_params"):
         raise RuntimeError(
-            f"{what} reads {name!r} of a module whose style has distributed its parameters: call the module, as only "
-            f"its style knows what its part of them is, or use the parameter in PyNative mode, without jit{_ABOUT}"
+            f"{what} reads {name!r} of a module whose style distributed its parameters. Call the module instead of "
+            f"reading the parameter, or read the parameter in PyNative mode, without jit{_ABOUT}"
         )
     if isinstance(owner, GraphCell) and owner.original is not None and name == "_cells":
         # The `_cells` of the stand-in has other names.
@@ -166,7 +166,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         return answer
     if has_stand_in(owner) and name == "_replaced_forward":
         raise graph_error(
-            what, Refused(owner, NotTracedError("it is reached where the parser does not say so")), _ABOUT
+            what, Refused(owner, NotTracedError("it is reached without a call that the parser reports")), _ABOUT
         )
     # Modules and dicts of names are not searched, because the function uses only a part of them.
     if not isinstance(answer, dict) or isinstance(owner, nn.Cell):
@@ -176,7 +176,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
     try:
         return _with_stand_ins(answer)
     except NotTracedError as why:
-        raise RuntimeError(f"{what} uses {name!r}, which graphs cannot hold ({why}): {REMEDY}{_ABOUT}") from None
+        raise RuntimeError(f"{what} uses {name!r}, which graphs cannot contain ({why}): {REMEDY}{_ABOUT}") from None
 
 
 def checked_answer(original: Callable, *args: Any) -> Any:

@@ -22,8 +22,8 @@ _LIBRARIES = ("mindspore", "numpy", "hyper_parallel")
 #: Module of the functions that MindSpore makes for gradients.
 GRADIENTS = "mindspore.ops.composite.base"
 REMEDY = (
-    "distributed tensors work in PyNative mode, without jit. Use "
-    "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) and take the decorator off"
+    "distributed tensors work in PyNative mode, without jit. Use mindspore.set_context(mode=mindspore.PYNATIVE_MODE) "
+    "and remove the decorator"
 )
 
 
@@ -32,7 +32,7 @@ class Refused:
 
     def __init__(self, module: nn.Cell, why: NotTracedError) -> None:
         label = getattr(module, "_hyper_parallel_path", "") or type(module).__name__
-        self.text = f"the module {label!r}, which graphs cannot hold ({why})"
+        self.text = f"the module {label!r}, which graphs cannot contain ({why})"
 
 
 def graph_error(what: str, found: Any, about: str) -> RuntimeError:
@@ -94,11 +94,11 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
         if is_leaf(cell):
             return ()
     if cell._recompute_cell is not None and next(distributed_in(cell), None) is not None:
-        raise NotTracedError("it is computed again in backward")
+        raise NotTracedError("it is recomputed in backward")
     if drops_apart(cell):
         raise NotTracedError(
-            "its dropout would draw from MindSpore's kernel in a graph, which on CPUs does not give all ranks the same "
-            "numbers"
+            "its dropout would use MindSpore's kernel in a graph, which does not draw the same numbers on all ranks "
+            "on CPUs"
         )
     return *vars(cell).values(), original_class(cell).construct
 

@@ -36,21 +36,21 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
     def check(shape: tuple[int, ...], dtype: Any) -> bool:
         ndim = len(shape)
         if not all(isinstance(length, int) and length >= 0 for length in shape):  # a dynamic size is None or negative
-            raise ValueError(
-                f"{label!r} in a graph needs to know the shape of its input, which is {shape}: leave dynamic shapes out"
-            )
+            raise ValueError(f"{label!r} in a graph needs a static input shape, got {shape}: leave dynamic shapes out")
         if size == 1:
             return True
         if not output_dims and device_target() == "CPU" and dtype not in _REDUCED:
             raise TypeError(
-                f"{label!r} in a graph: on CPU graphs reduce single and half precision, and the input has dtype "
-                f"{dtype}. Call it without jit"
+                f"{label!r} in a graph: graphs on CPUs reduce single and half precision alone, got an input of dtype "
+                f"{dtype}. Call the module without jit"
             )
         if given is not None and not -ndim <= given < ndim:
-            raise ValueError(f"{label!r} takes an input that is cut along {given}, got one of shape {shape}")
+            raise ValueError(f"{label!r} takes an input sharded along dimension {given}, got an input of shape {shape}")
         cut = None if given is None else given % ndim
         if how.parameters_for_parts and (cut is None or cut >= ndim - how.whole_dims):
-            raise ValueError(f"{label!r} in a graph: its input, of shape {shape}, is cut along a normalized dimension")
+            raise ValueError(
+                f"{label!r} in a graph: its input, of shape {shape}, is sharded along a normalized dimension"
+            )
         if takes == -1 and given is None and features is not None and shape[-1] != features:
             raise ValueError(f"{label!r} takes {features} features, got an input of shape {shape}")
         if output is not None and (gives != KEPT or output != given):
@@ -58,8 +58,8 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
         if cut is not None and compare is not None and (features is None or cut != ndim - 1):
             if mesh._has_uneven_shards:
                 raise RuntimeError(
-                    f"{label!r} in a graph: a layer has given plain parts of unequal sizes, and ranks compare plain "
-                    "shards in every call from then on. Call it without jit"
+                    f"{label!r} in a graph: a layer has returned plain shards of unequal sizes, so ranks compare "
+                    "plain shards in every later call. Call the module without jit"
                 )
             pending_comparisons.append((compare, label, tuple(shape)))
         return True
@@ -67,17 +67,22 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
     def check_output(output: int, shape: tuple[int, ...], ndim: int, cut: int | None) -> None:
         more = ndim + output_dims
         if not -more <= output < more:
-            raise ValueError(f"the output of {label!r} has {more} dimensions, and is to be cut along {output}")
+            raise ValueError(
+                f"the output of {label!r} has {more} dimensions, but its style shards it along dimension {output}"
+            )
         to = output % more
         if output == -1 and gives in (-1, SUMMANDS):
             return  # checked when the cell was made
         if to == more - 1 and gives in (None, SUMMANDS):
-            raise ValueError(f"the output of {label!r} in a graph cannot be cut along {output}, which are its features")
+            raise ValueError(
+                f"the output of {label!r} in a graph cannot be sharded along dimension {output}, which is the "
+                "dimension of its features"
+            )
         whole = shape[to] * size if to == cut else shape[to]
         if whole % size:
             raise ValueError(
-                f"the output of {label!r} in a graph is cut along {output}, into equal parts: {whole} is not a "
-                f"multiple of {size}"
+                f"the output of {label!r} in a graph is sharded along dimension {output} into equal shards, but its "
+                f"size {whole} is not a multiple of {size}"
             )
 
     # MindSpore treats two operators with the same name as one.

@@ -88,14 +88,14 @@ def _sum_of_products(outputs: Any, sens: Any) -> Any:
     if isinstance(outputs, (tuple, list)):
         if not isinstance(sens, (tuple, list)) or len(sens) != len(outputs):
             raise ValueError(
-                f"the function has {len(outputs)} outputs: give a sensitivity for each, in a tuple, as the last "
-                "argument or sens="
+                f"the function has {len(outputs)} outputs: pass a tuple with one sensitivity for each output, as the "
+                "last argument or sens="
             )
         return sum(_sum_of_products(output, s) for output, s in zip(outputs, sens, strict=True))
     if tuple(sens.shape) != tuple(outputs.shape):
         raise ValueError(
-            f"the output has shape {tuple(outputs.shape)} and its sensitivity {tuple(sens.shape)}: give one of the "
-            "same shape"
+            f"the output has shape {tuple(outputs.shape)}, but its sensitivity has shape {tuple(sens.shape)}: pass a "
+            "sensitivity of the same shape"
         )
     return (outputs * sens.astype(outputs.dtype)).sum()
 

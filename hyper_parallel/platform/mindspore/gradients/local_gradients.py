@@ -72,10 +72,10 @@ class LocalGradients:
             cls.told = True
             name = "value_and_grad" if operation.get_value else "grad"
             warnings.warn(
-                f"mindspore.{name} gives this rank's parts of the gradients of sharded parameters, as plain tensors. A "
-                "norm or a sum that the program computes of them is another one on each rank, and replicated "
-                f"parameters drift apart. {name} of hyper_parallel.mindspore gives DTensors, whose norm or sum is that "
-                "of the whole gradient; ops.clip_by_global_norm and optimizers take both",
+                f"mindspore.{name} returns this rank's shards of the gradients of sharded parameters, as plain "
+                "tensors. A norm or sum of such shards differs between ranks, and replicated parameters drift apart. "
+                f"Use {name} of hyper_parallel.mindspore, which returns DTensors: their norm or sum is that of the "
+                "full gradient. ops.clip_by_global_norm and optimizers support both",
                 stacklevel=4,
             )
 

@@ -91,7 +91,7 @@ def refuse_parts(cell: Any, given: Any) -> None:
         name = type(cell).__name__
         for tensor in given if isinstance(given, (tuple, list)) else [given]:
             if _layout_of(tensor, name) is not None:
-                raise ValueError(f"{name} in graph mode got a rank's part of a gradient: clip in PyNative mode")
+                raise ValueError(f"{name} in graph mode got this rank's shard of a gradient: clip in PyNative mode")
 
 
 def _layout_of(tensor: Any, name: str = "") -> Any:
@@ -108,11 +108,11 @@ def _layout_of(tensor: Any, name: str = "") -> Any:
     layout = LocalGradients.could_have(tensor)
     if layout is not None and name:
         raise ValueError(
-            f"{name} got a plain tensor of shape {tuple(tensor.shape)}, the shape of a rank's part of a gradient of "
-            f"shape {tuple(layout.shape)}, placed {list(layout.placements)} on {layout.mesh}, which mindspore's own "
-            "value_and_grad or grad gave: each rank would clip by the norm of its part. Take value_and_grad or grad of "
-            "hyper_parallel.mindspore, which give DTensors, or clip before anything is computed from the "
-            "gradients"
+            f"{name} got a plain tensor of shape {tuple(tensor.shape)}, like this rank's shard of a gradient of shape "
+            f"{tuple(layout.shape)}, placed {list(layout.placements)} on {layout.mesh}. MindSpore's own "
+            "value_and_grad and grad return such shards, and each rank would clip by the norm of its shard. Use "
+            "value_and_grad or grad of hyper_parallel.mindspore, which return DTensors, or clip the gradients before "
+            "other computations with them"
         )
     return layout
 

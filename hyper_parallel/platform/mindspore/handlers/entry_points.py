@@ -103,8 +103,8 @@ def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> 
         return original(cell, *args, **kwargs)
     if next(distributed_in(cell), None) is not None:
         raise ValueError(
-            f"{name} has a bprop of its own, which would see this rank's parts of its distributed parameters: leave "
-            "the bprop out, or give the cell parameters that are not distributed"
+            f"{name} defines a bprop, which would get this rank's shards of its distributed parameters: remove the "
+            "bprop, or use plain parameters in the cell"
         )
     function = Unknown(Function(name.lstrip("_"), functools.partial(original, cell)))
     return type(found)._dispatch(None, function, args, kwargs)

@@ -55,9 +55,8 @@ def _is_elementwise(optimizer: Any) -> bool:
         if name in names and (sharded := _sharded_parameters(optimizer)):
             p = sharded[0]
             raise TypeError(
-                f"{type(optimizer).__name__} needs whole parameters, and {p.name!r} is placed "
-                f"{list(p._layout.placements)}: use an optimizer that updates each element by itself, such as "
-                "AdamWeightDecay, or AdaFactor"
+                f"{type(optimizer).__name__} needs unsharded parameters, but {p.name!r} is placed "
+                f"{list(p._layout.placements)}: use an element-wise optimizer, such as AdamWeightDecay, or AdaFactor"
             )
     if isinstance(optimizer, (nn.Adagrad, nn.AdamOffload)) or getattr(optimizer, "use_offload", False):
         _check_elements(optimizer)
@@ -72,9 +71,9 @@ def _check_elements(optimizer: Any) -> None:
         layout = getattr(p, "_layout", None)
         if layout is not None and 0 in map(layout.smallest_part, range(layout.ndim)):
             raise TypeError(
-                f"{type(optimizer).__name__} cannot step on parameters of which a rank has no elements, and "
-                f"{p.name!r}, of shape {tuple(layout.shape)}, is placed {list(layout.placements)}: use another "
-                "optimizer, such as Adam or AdamWeightDecay"
+                f"{type(optimizer).__name__} does not support parameters with empty shards, but {p.name!r}, of shape "
+                f"{tuple(layout.shape)}, is placed {list(layout.placements)}: use another optimizer, such as Adam or "
+                "AdamWeightDecay"
             )
 
 
@@ -92,8 +91,8 @@ def _check_state(optimizer: Any) -> None:
         # On another mesh: state of a tensor-parallel parameter that data parallelism has sharded further.
         if before is not None or tuple(state.shape) == tuple(layout.shape):
             raise ValueError(
-                f"{type(optimizer).__name__} has the state {state.name!r}, of shape {tuple(layout.shape)}, of a "
-                f"parameter that was distributed since, as {list(layout.placements)}: make the optimizer after "
+                f"{type(optimizer).__name__} has the state {state.name!r}, of shape {tuple(layout.shape)}, but its "
+                f"parameter was distributed afterwards, as {list(layout.placements)}: make the optimizer after "
                 "parallelize_module and fully_shard"
             )
 
@@ -140,8 +139,8 @@ def _distributed_gradients(optimizer: Any, gradients: Any) -> Any:
         if any(type(g) is Tensor and g.ndim for g in gradients):
             # The parameter of a shard is unknown, and the shard would be taken for a full gradient.
             raise ValueError(
-                f"{type(optimizer).__name__} has {len(parameters)} parameters and got {len(gradients)} plain tensors: "
-                "pass one gradient for each, in the order of its parameters, or DTensors"
+                f"{type(optimizer).__name__} has {len(parameters)} parameters but got {len(gradients)} plain tensors: "
+                "pass one gradient for each parameter, in the order of its parameters, or DTensors"
             )
         return gradients
     return tuple(wrap_gradients(tuple(gradients), parameters))

@@ -81,8 +81,8 @@ def _refuse(target: Any, value: Any, what: str) -> None:
     if isinstance(value, InterceptedTensor) and not isinstance(target, InterceptedTensor) and is_dispatching():
         raise TypeError(
             f"{what} a DTensor, global shape {tuple(value.shape)}, placements {list(value._layout.placements)}, would "
-            "be this rank's part: use x.full_tensor() for the whole, x.to_local() for the part, or, for a DTensor that "
-            "is a copy, x.copy()"
+            "become this rank's shard: use x.full_tensor() for the full tensor, x.to_local() for the shard, or "
+            "x.copy() for a copy as a DTensor"
         )
 
 

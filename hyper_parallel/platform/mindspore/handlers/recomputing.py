@@ -26,8 +26,8 @@ def checked_block(original: Callable, recomputed: Any, block: Any) -> Any:
                 if p is not None and not isinstance(p, Parameter) and p.requires_grad:
                     raise ValueError(
                         f"mindspore.recompute({type(cell).__name__}) gives no gradient of "
-                        f"{'.'.join(filter(None, (path, name)))!r}, a parameter of a unit of fully_shard or replicate "
-                        f"that runs around it: apply fully_shard or replicate to the {type(cell).__name__} too, "
-                        "recompute the whole unit, or call mindspore.recompute(..., use_reentrant=False)"
+                        f"{'.'.join(filter(None, (path, name)))!r}, a parameter of an outer unit of fully_shard or "
+                        f"replicate. Apply fully_shard or replicate to the {type(cell).__name__} too, or recompute "
+                        "the whole unit, or call mindspore.recompute(..., use_reentrant=False)"
                     )
     return original(recomputed, block)

@@ -195,8 +195,8 @@ def _refuse_partial(running_mean: Any, running_var: Any) -> None:
         layout = getattr(running, "_layout", None)
         if layout is not None and any(p.is_partial() for p in layout.placements):
             raise ValueError(
-                f"batch_norm writes into {running._core.owner_of(running) or name} in place, which is placed "
-                f"{list(layout.placements)} and cannot be written that way: redistribute it to Replicate() first"
+                f"batch_norm writes in place into {running._core.owner_of(running) or name}, placed "
+                f"{list(layout.placements)}, which is not supported: redistribute it to Replicate() first"
             )
 
 

@@ -72,8 +72,8 @@ def refuse_draw(name: str, x: Any) -> None:
     if name.startswith("Inplace"):
         raise ValueError(
             f"{name} draws random numbers into a DTensor, global shape {tuple(x.shape)}, placements "
-            f"{list(x._layout.placements)}, and every rank would draw its own: make a DTensor with rand or randn of "
-            "hyper_parallel, and copy it with x.copy_()"
+            f"{list(x._layout.placements)}, and every rank would draw different numbers: make a DTensor with rand or "
+            "randn of hyper_parallel, and copy its values with x.copy_()"
         )
 
 

@@ -49,8 +49,8 @@ def run_collective(name: str, func: Any, args: tuple, kwargs: dict) -> Any:
     layout = getattr(x, "_layout", None)
     if layout is None or (name not in _IN_PLACE and name not in _OUT_OF_PLACE):
         raise TypeError(
-            f"{name} joins or cuts tensors, and those of a DTensor's ranks are parts: give it x.to_local(), or "
-            "x.full_tensor() for the whole tensor"
+            f"{name} would concatenate or split the shards of a DTensor: pass x.to_local() for this rank's shard, or "
+            "x.full_tensor() for the full tensor"
         )
     if name in _IN_PLACE:
         op, group = _IN_PLACE[name]

@@ -125,13 +125,12 @@ class GroupVerbs:
             return
         if ms.get_context("mode") == ms.GRAPH_MODE:
             raise RuntimeError(
-                "MindSpore is in graph mode, and process groups are made in PyNative mode: call "
+                "MindSpore is in graph mode, but process groups can be made in PyNative mode alone: call "
                 "mindspore.set_context(mode=mindspore.PYNATIVE_MODE) first, and set graph mode afterwards"
             )
         if self._destroyed:
             raise RuntimeError(
-                "MindSpore cannot initialise process groups again in a process that has destroyed them: start new "
-                "processes"
+                "MindSpore cannot initialise process groups again after they were destroyed: start new processes"
             )
         on_cpu = device_target() == "CPU"
         if on_cpu:
@@ -183,8 +182,8 @@ class GroupVerbs:
         world = self._need_world()
         if backend not in (None, self.comm_backend):
             raise ValueError(
-                f"MindSpore has one communication backend on this device, {self.comm_backend!r}, got {backend!r}: "
-                "leave it out of backend_override"
+                f"MindSpore has the communication backend {self.comm_backend!r} alone on this device, got "
+                f"{backend!r}: leave the backend out of backend_override"
             )
         mine = next((tuple(ranks) for ranks in rank_lists if world.rank in ranks), None)
         if options is not None:

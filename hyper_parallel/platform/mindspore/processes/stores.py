@@ -129,7 +129,8 @@ def meet(store: Any, size: int, seconds: float) -> None:
     came = _count(store, _MET, size, seconds)
     if came is not None and came < size:
         raise RuntimeError(
-            f"{came} of {size} ranks have met within {seconds:g} s: the others were not started, have ended, or hang"
+            f"{came} of {size} ranks arrived within {seconds:g} s: the other ranks were not started, have ended, or "
+            "hang"
         )
 
 

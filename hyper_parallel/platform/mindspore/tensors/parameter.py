@@ -124,8 +124,8 @@ def local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
             raise _wrong_shape(parameter, tuple(given.shape))
         if given is not layout and (given.mesh, given.placements) != (layout.mesh, layout.placements):
             raise ValueError(
-                f"parameter {parameter.name!r} is placed {list(layout.placements)} on {layout.mesh}, the new data "
-                f"{list(given.placements)} on {given.mesh}: redistribute it first"
+                f"parameter {parameter.name!r} is placed {list(layout.placements)} on {layout.mesh}, but the new data "
+                f"is placed {list(given.placements)} on {given.mesh}: redistribute the data first"
             )
         with NoDispatch():
             return Tensor._make_subclass(Tensor, data)
@@ -143,8 +143,8 @@ def _wrong_shape(parameter: Any, shape: tuple[int, ...], is_part: bool = False) 
     layout = parameter._layout
     wanted = f"this rank's part of it {tuple(layout.local_shape)}; the new part" if is_part else "and the new data"
     return ValueError(
-        f"parameter {parameter.name!r} has shape {tuple(layout.shape)}, {wanted} has shape {shape}: give the whole "
-        "tensor, or this rank's part as DTensor.from_local(part, mesh, placements) or with set_data(part, "
+        f"parameter {parameter.name!r} has shape {tuple(layout.shape)}, {wanted} has shape {shape}: pass the full "
+        "tensor, or this rank's shard as DTensor.from_local(part, mesh, placements) or with set_data(part, "
         "slice_shape=True)"
     )
 

@@ -178,7 +178,9 @@ class InterceptedTensor(Tensor):
     def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:
         """Make an alias of a DTensor. MindSpore makes parameters so; users call `DTensor.from_local`."""
         if not isinstance(local, InterceptedTensor):
-            raise TypeError("a DTensor is made with DTensor.from_local, distribute_tensor or a factory, not called")
+            raise TypeError(
+                "DTensor cannot be called: make a DTensor with DTensor.from_local, distribute_tensor or a factory"
+            )
         new = Tensor._make_subclass(cls, local)
         new._layout = local._layout
         return new

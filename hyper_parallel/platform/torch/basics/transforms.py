@@ -26,8 +26,8 @@ MAYBE_INSIDE: dict[int, bool] = {}
 
 _BATCHED = "autograd.grad(is_grads_batched=True) or jacobian(vectorize=True)"
 _REMEDY = (
-    "differentiate with torch.autograd.grad or backward(), one call for each output, and with create_graph=True for "
-    "products with Hessians and Jacobians; in place of vmap use a batch dimension or a loop; or gather the tensors "
+    "compute gradients with torch.autograd.grad or backward(), one call for each output. For products with Hessians "
+    "and Jacobians use create_graph=True. In place of vmap use a batch dimension or a loop. Or gather the tensors "
     "with full_tensor() before the transform"
 )
 

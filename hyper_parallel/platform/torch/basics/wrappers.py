@@ -47,13 +47,12 @@ def _check_data_parallel(wrapper: Any, model: Any) -> None:
             State.core.check_local_collective("an average of gradients", layout, ranks)
         except ValueError as error:
             raise ValueError(
-                f"DistributedDataParallel over ranks {ranks} would average {path!r} over ranks that hold different "
-                "parts of it. Give it the data-parallel dimension, DistributedDataParallel(model, "
+                f"DistributedDataParallel over ranks {ranks} would average {path!r} over ranks with different shards "
+                "of it. Pass the data-parallel dimension, DistributedDataParallel(model, "
                 "process_group=mesh['dp'].get_group()), or device_mesh=mesh['dp'].to_torch(), with mesh = "
-                "init_device_mesh(..., mesh_dim_names=('dp', 'tp')); "
-                "without data parallelism leave it out. Libraries that wrap the model by themselves, over all ranks "
-                "(Accelerator.prepare and Trainer of Hugging Face), can do neither: do not hand them the parallelised "
-                f"model. ({error})"
+                "init_device_mesh(..., mesh_dim_names=('dp', 'tp')). Without data parallelism, leave "
+                "DistributedDataParallel out. Accelerator.prepare and Trainer of Hugging Face wrap the model over all "
+                f"ranks: do not pass a parallelised model to them. ({error})"
             ) from None
 
 
@@ -66,7 +65,7 @@ def _check_replicas(model: Any) -> None:
     for path, x in model.named_parameters():
         if layout_of(x) is not None:
             raise ValueError(
-                f"DataParallel cannot copy {path!r}, which is distributed, to other devices of one process: start one "
+                f"DataParallel cannot copy the distributed {path!r} to other devices of one process: start one "
                 "process for each device, and use DistributedDataParallel over the data-parallel dimension of the mesh"
             )
 
@@ -81,7 +80,7 @@ def _is_flat(x: Any) -> bool:
 
 def _refuse_flat(x: Any, value: Any = None) -> Any:
     raise TypeError(
-        "FullyShardedDataParallel would flatten and cut distributed parameters, which are sharded already: use "
+        "FullyShardedDataParallel would flatten and shard parameters that are sharded already: use "
         "DistributedDataParallel(model, process_group=mesh['dp'].get_group()) with a mesh of two dimensions"
     )
 

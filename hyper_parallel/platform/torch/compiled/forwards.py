@@ -28,8 +28,8 @@ __all__ = ["make_run", "run_forward"]
 
 #: Reasons for leaving a module to eager mode: a compiled forward then returns the reason in place of its output.
 _NO_WAY = "this style, or this kind of module, is not traced"
-_PARAMETERS = "its parameters are not those that the style has distributed"
-_OUTPUT = "its output would not be cut evenly, or into parts of several matrices"
+_PARAMETERS = "its parameters were replaced after its style distributed them"
+_OUTPUT = "its output would be sharded unevenly, or its weight packs several matrices"
 
 
 def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:

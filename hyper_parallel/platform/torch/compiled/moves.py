@@ -19,9 +19,9 @@ from hyper_parallel.platform.torch.compiled.placed import Shared, gathered_class
 __all__ = ["INPUT", "Moves", "placed_classes", "shards_of"]
 
 #: The reason for leaving a module to eager mode because of its inputs.
-INPUT = "its inputs are not one tensor that lies as the style takes it"
+INPUT = "its inputs are not one tensor with the placement that the style expects"
 _UNEVEN = (
-    "a layer has given plain parts of unequal sizes, and from then on ranks compare the sizes of plain shards in every "
+    "a layer has returned plain shards of unequal sizes, so ranks compare the sizes of plain shards in every later "
     "call: pass DTensors between modules (use_local_output=False)"
 )
 

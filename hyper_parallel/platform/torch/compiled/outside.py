@@ -23,7 +23,8 @@ def _say(what: str, why: str) -> None:
     if what not in _SAID:
         _SAID.add(what)
         warnings.warn(
-            f"{what} runs outside of compiled code, as in eager mode: {why}. docs/compile.md says which code is traced",
+            f"{what} runs outside of compiled code, as in eager mode: {why}. See docs/compile.md for the code that "
+            "is traced",
             stacklevel=3,
         )
 
@@ -33,8 +34,9 @@ def _path(module: Any) -> str:
 
 
 @torch.compiler.disable(
-    reason="HyperParallel: an operation on a DTensor. Compiled code has DTensors only between modules with styles: "
-    "give the module before use_local_output=True, or compile less; see docs/compile.md"
+    reason="HyperParallel: an operation on a DTensor. Compiled code supports DTensors only between modules with "
+    "styles: set use_local_output=True for the module before the operation, or compile a smaller part; see "
+    "docs/compile.md"
 )
 def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
     if args and isinstance(args[0], nn.Module):
@@ -43,8 +45,8 @@ def _leave(call: Any, args: tuple, kwargs: dict) -> Any:
 
 
 @torch.compiler.disable(
-    reason="HyperParallel: a module of which torch.compile cannot trace the style, with these inputs; see "
-    "docs/compile.md for those that it can"
+    reason="HyperParallel: a module whose style torch.compile cannot trace with these inputs; see docs/compile.md for "
+    "the supported styles"
 )
 def _run(module: Any, args: tuple, kwargs: dict, why: str) -> Any:
     _say(repr(_path(module)), why)
@@ -53,13 +55,15 @@ def _run(module: Any, args: tuple, kwargs: dict, why: str) -> Any:
 
 @torch.compiler.disable(
     recursive=False,
-    reason="HyperParallel: a unit of data parallelism, which is not compiled itself: compile the modules inside of it; "
+    reason="HyperParallel: a unit of data parallelism, which cannot be compiled: compile the modules inside the unit; "
     "see docs/compile.md",
 )
 def _unit(module: Any, args: tuple, kwargs: dict) -> Any:
     if _UNITS not in _SAID:
         _SAID.add(_UNITS)
-        warnings.warn(f"{_UNITS}, and the code inside of them is compiled by itself: see docs/compile.md", stacklevel=2)
+        warnings.warn(
+            f"{_UNITS}, and the code inside the units is compiled separately: see docs/compile.md", stacklevel=2
+        )
     return module._replaced_forward(module, *settle(args), **settle(kwargs))
 
 

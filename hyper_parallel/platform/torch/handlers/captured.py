@@ -21,11 +21,11 @@ __all__ = ["Captured"]
 
 _PLAIN = (
     "flex_attention: score_mod or mask_mod reads a plain tensor of shape {} that requires gradients, and each rank "
-    "would get a part of them: distribute it, distribute_tensor(x, mesh, None)"
+    "would compute a partial gradient: distribute the tensor with distribute_tensor(x, mesh, None)"
 )
 _GLOBAL = (
-    "flex_attention: score_mod or mask_mod reads the global variable {!r}, a DTensor: let the function get it from a "
-    "closure or by functools.partial, or give it the plain tensor x.full_tensor()"
+    "flex_attention: score_mod or mask_mod reads the global variable {!r}, a DTensor: pass the DTensor by a closure "
+    "or functools.partial, or pass the plain tensor x.full_tensor()"
 )
 
 
@@ -51,7 +51,9 @@ class Captured:
             _Reader(self._note).read(mask.mask_mod, frozenset())
             for x in vars(mask).values():
                 if is_dtensor(x):
-                    raise TypeError("flex_attention: the block mask is made of DTensors: make it of plain tensors")
+                    raise TypeError(
+                        "flex_attention: the block mask consists of DTensors: make the mask from plain tensors"
+                    )
 
     def _note(self, x: Any) -> Any:
         if all(x is not y for y in self.found):

@@ -174,8 +174,8 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
     """Reject another storage, or other sizes over the same storage: neither has a meaning for a shard."""
     raise TypeError(
-        f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's part alone: make a new "
-        "tensor (reshape, narrow, distribute_tensor), or assign a distributed one to x.data"
+        f"{func.__name__} of a DTensor would change the storage or the sizes of this rank's shard alone: make a new "
+        "tensor (reshape, narrow, distribute_tensor), or assign a DTensor to x.data"
     )
 
 
@@ -186,16 +186,16 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
     if is_dtensor(x) and not _is_where_one_device_has_it(x):
         if not State.core.is_contiguous(x):
             raise ValueError(
-                f"{func.__name__} names places in memory, and a DTensor that is not contiguous, placed "
-                f"{list(x._layout.placements)}, has others than on one device: call it on x.contiguous(), or index x"
+                f"{func.__name__} addresses memory by strides, but this DTensor, placed {list(x._layout.placements)}, "
+                "is not contiguous and has other strides than on one device. Use x.contiguous(), or index x"
             )
         positions = {"as_strided_scatter": 4}.get(func.__name__, 3)
         offset = args[positions] if len(args) > positions else kwargs.get("storage_offset")
         if offset is not None and x._family is not None:
             raise ValueError(
-                f"{func.__name__}(storage_offset={offset}) counts from the start of its memory, and this DTensor, "
-                f"placed {list(x._layout.placements)}, may be a view into a larger one: leave storage_offset out and "
-                "index x, or call it on x.clone()"
+                f"{func.__name__}(storage_offset={offset}) counts from the start of the storage, but this DTensor, "
+                f"placed {list(x._layout.placements)}, may be a view of a larger tensor. Leave storage_offset out and "
+                "index x, or use x.clone()"
             )
     return run_unknown(func, args, kwargs)
 
@@ -210,8 +210,8 @@ def _is_where_one_device_has_it(x: Any) -> bool:
 def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
     """Reject sparse DTensors: the sizes of sparse parts depend on the data."""
     raise TypeError(
-        f"{func.__name__} of a DTensor: distributed tensors are strided. Use x.full_tensor().{func.__name__}(...), a "
-        "plain tensor that is the same on every rank, or to_local() for this rank's part"
+        f"{func.__name__} is not supported for DTensors, which are strided. Use x.full_tensor().{func.__name__}(...), "
+        "a plain tensor that is the same on every rank, or x.to_local() for this rank's shard"
     )
 
 
@@ -238,7 +238,7 @@ def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
     removed = tuple(d for d in {d % layout.ndim: None for d in asked} if layout.shape[d] == 1)
     if any(map(layout.shard_mesh_dims, removed)):
         raise ValueError(
-            f"squeeze_ cannot remove a dimension that is sharded, of a tensor of shape {tuple(layout.shape)} placed "
+            f"squeeze_ cannot remove a sharded dimension of a tensor of shape {tuple(layout.shape)} placed "
             f"{list(layout.placements)}: use x = x.squeeze(...)"
         )
     return removed
@@ -249,7 +249,7 @@ def set_item(x: Any, index: Any, value: Any) -> None:
     """Write ``x[index] = value``. The number of elements that a mask selects depends on the data, so masks are handled
     separately."""
     if not is_dtensor(x):
-        raise TypeError("a distributed value cannot be written into a plain tensor: distribute the tensor first")
+        raise TypeError("a DTensor cannot be written into a plain tensor: distribute the plain tensor first")
     items = index if isinstance(index, tuple) else (index,)
     if not any(map(is_mask, items)):
         dispatch(OP_TABLE[Tensor.__setitem__], Tensor.__setitem__, (x, index, value), {})
@@ -276,8 +276,8 @@ def copy_into(x: Any, src: Any, non_blocking: bool = False) -> Any:
             return x
     if is_dtensor(src) and not is_dtensor(x) and src.dim():
         raise ValueError(  # loading a state dict, torch adds the name of the parameter
-            f"copy_ got a DTensor, global shape {tuple(src.shape)}, placements {list(src.placements)}, for a "
-            f"plain tensor of shape {tuple(x.shape)}: give source.full_tensor(), called on all ranks (for a state dict "
-            "{name: value.full_tensor() for name, value in state_dict.items()}), or distribute the target"
+            f"copy_ got a DTensor, global shape {tuple(src.shape)}, placements {list(src.placements)}, for a plain "
+            f"tensor of shape {tuple(x.shape)}: pass source.full_tensor(), called on all ranks, or distribute the "
+            "target. For a state dict, pass {name: value.full_tensor() for name, value in state_dict.items()}"
         )
     return dispatch(OP_TABLE[Tensor.copy_], Tensor.copy_, (x, src, non_blocking), {})

@@ -80,7 +80,7 @@ def flex_attention(
             read.
     """
     if return_lse and return_aux is not None:
-        raise ValueError("flex_attention: give either return_lse or return_aux, not both")
+        raise ValueError("flex_attention: pass either return_lse or return_aux, not both")
     _check(query, key, value, block_mask, enable_gqa)
     if (check := Flex.original.__globals__.get("_apply_kernel_options")) is not None:
         check(query, key, value, return_lse, kernel_options, return_aux)
@@ -124,12 +124,12 @@ def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
         raise ValueError(f"flex_attention: key and value do not fit each other or the query: shapes {shapes}")
     if of_keys[1] != heads and (not gqa or not of_keys[1] or heads % of_keys[1]):
         raise ValueError(
-            f"flex_attention: {heads} heads of the query and {of_keys[1]} of key and value (dimension 1): give "
-            "enable_gqa=True, and a number of which the other is a multiple"
+            f"flex_attention: {heads} heads of the query and {of_keys[1]} of key and value (dimension 1): pass "
+            "enable_gqa=True, with a number of query heads that is a multiple of the key and value heads"
         )
     if of_keys[0] != batch and (of_keys[0] != 1 or mask is None):
         raise ValueError(
-            f"flex_attention: the query has {batch} samples (dimension 0), and the keys {of_keys[0]}: give the same "
+            f"flex_attention: the query has {batch} samples (dimension 0), and the keys {of_keys[0]}: use the same "
             "number, or one sample of keys and values with a block_mask"
         )
     checks = Flex.original.__globals__
@@ -139,14 +139,14 @@ def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
         return
     if mask.kv_num_blocks.ndim != 3:
         raise ValueError(
-            f"flex_attention: a block mask whose kv_num_blocks have shape {tuple(mask.kv_num_blocks.shape)}, and not "
-            "(batch or 1, heads or 1, blocks)"
+            "flex_attention: kv_num_blocks of the block mask must have shape (batch or 1, heads or 1, blocks), got "
+            f"{tuple(mask.kv_num_blocks.shape)}"
         )
     if mask.mask_mod is checks.get("_sliced_mask_mod_error", mask):
         raise RuntimeError("Cannot use mask_mod from a sliced BlockMask")
     covered, sizes = tuple(mask.shape[-2:]), (length, of_keys[2])
     if covered != sizes and min(mask.BLOCK_SIZE) < checks.get("_LARGE_SPARSE_BLOCK_SIZE", 1 << 30):
-        raise ValueError(f"flex_attention: the block mask is for {covered} queries and keys, and there are {sizes}")
+        raise ValueError(f"flex_attention: the block mask is for {covered} queries and keys, but there are {sizes}")
 
 
 def _dtype_of(q: Tensor) -> torch.dtype:

@@ -85,7 +85,7 @@ def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
     name = func.__name__.removeprefix("_foreach_")
     single = getattr(Tensor, name, None)
     if single is None:  # fused optimizers
-        raise ValueError(f"{func.__name__} needs tensors that have equal layouts and are no partial sums")
+        raise ValueError(f"{func.__name__} needs tensors with equal layouts, without Partial() placements")
     count = len(args[0])
     columns = [a if isinstance(a, (list, tuple)) else [a] * count for a in args]
     rows = list(zip(*columns, strict=True))

@@ -62,15 +62,15 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     layout = layout_of(value)
     if layout is None:
         raise TypeError(
-            "x.data = value needs a distributed value for a distributed x: make it one with distribute_tensor or "
-            "DTensor.from_local"
+            "x.data = value needs a distributed value for a distributed x: make the value a DTensor with "
+            "distribute_tensor or DTensor.from_local"
         )
     if x.is_leaf:
         get_grad(Tensor.grad.__get__, (x,), {})  # a gradient that was not read yet has the previous layout
     elif layout.cotangent is not x._layout.cotangent:
         raise ValueError(
-            f"x.data = value of a tensor that autograd computed, placed {list(x._layout.placements)} with shape "
-            f"{tuple(x._layout.shape)}, needs a value like it, not one placed {list(layout.placements)} with shape "
+            f"x.data = value, where autograd computed x, needs a value placed {list(x._layout.placements)} with shape "
+            f"{tuple(x._layout.shape)}, got a value placed {list(layout.placements)} with shape "
             f"{tuple(layout.shape)}: redistribute the value first"
         )
     with no_dispatch():

@@ -96,7 +96,10 @@ def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:
-        raise TypeError("embedding_bag(max_norm=...) rewrites the weight in place: not with distributed tensors")
+        raise TypeError(
+            "embedding_bag(max_norm=...) changes the weight in place, which is not supported with distributed "
+            "tensors: leave max_norm out"
+        )
     if given.get("scale_grad_by_freq") or given.get("sparse"):
         raise UnboundCallError
     ids, weight, mode = given["input"], given["weight"], given.get("mode", "mean")

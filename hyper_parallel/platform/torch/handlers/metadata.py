@@ -59,9 +59,9 @@ def data_ptr(x: Any) -> int:
     layout = layout_of(x)
     if tuple(layout.local_shape) != tuple(layout.shape):
         raise RuntimeError(
-            f"data_ptr() of a DTensor of shape {tuple(layout.shape)} placed {list(layout.placements)}, of which this "
-            f"rank holds {tuple(layout.local_shape)}: use full_tensor() to save or pass on all of it, to_local() for "
-            "this rank's part"
+            f"data_ptr() of a DTensor of shape {tuple(layout.shape)} placed {list(layout.placements)}, would address "
+            f"this rank's shard of shape {tuple(layout.local_shape)}: use full_tensor() for the full tensor, "
+            "to_local() for this rank's shard"
         )
     with no_dispatch():
         return x.data_ptr()

@@ -80,8 +80,8 @@ def _check(func: Any, given: dict[str, Any]) -> None:
         running = given[name]
         if given["training"] and is_dtensor(running) and any(p.is_partial() for p in running.placements):
             raise ValueError(
-                f"{func.__name__} writes into {State.core.owner_of(running) or name} in place, which is placed "
-                f"{list(running.placements)} and cannot be written that way: redistribute it to Replicate() first"
+                f"{func.__name__} writes in place into {State.core.owner_of(running) or name}, placed "
+                f"{list(running.placements)}, which is not supported: redistribute it to Replicate() first"
             )
 
 

@@ -319,11 +319,12 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
                 continue
             if tuple(layout.shape) == tuple(shape):
                 raise ValueError(
-                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, of a "
-                    f"parameter that was distributed since, as {list(layout.placements)}, or whose whole state was "
-                    "loaded: make the optimizer after parallelize_module and fully_shard, load whole state with "
-                    "set_optimizer_state_dict and full_state_dict=True, or distribute the state, if all ranks have the "
-                    "same: state[name] = distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
+                    f"{type(optimizer).__name__} has the state {name!r}, of shape {tuple(layout.shape)}, but its "
+                    f"parameter is distributed, as {list(layout.placements)}. Either the parameter was distributed "
+                    "after the first step, or an unsharded state was loaded. Make the optimizer after "
+                    "parallelize_module and fully_shard. Load unsharded states with set_optimizer_state_dict and "
+                    "full_state_dict=True. Or distribute a state that is equal on all ranks: state[name] = "
+                    "distribute_tensor(state[name], p.device_mesh, p.placements) for p, state in "
                     "optimizer.state.items()"
                 )
 

@@ -76,7 +76,9 @@ def _bound(draw: Callable | None, args: tuple, kwargs: dict) -> Callable[[Callab
 def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
     layout = x._layout
     if layout.cotangent is not layout:
-        raise TypeError(f"{func.__name__} cannot fill a partial sum ({list(layout.placements)}): redistribute it first")
+        raise TypeError(
+            f"{func.__name__} cannot fill a partial tensor ({list(layout.placements)}): redistribute the tensor first"
+        )
     core = State.core
     core.before_write(x)
     with no_dispatch():

@@ -40,8 +40,8 @@ def recover(error: RuntimeError, func: Any, args: tuple, kwargs: dict) -> Any:
     placements = list(args[0]._layout.placements) if getattr(args[0], "_layout", None) is not None else "..."
     raise RuntimeError(
         f"{getattr(func, '__name__', func)} on a DTensor placed {placements}: {words.rstrip('.')}. To change the "
-        "values alone, write inside torch.no_grad(). To let gradients pass through the change, make the DTensor of "
-        "a copy: DTensor.from_local(x.clone(), ...)"
+        "values alone, write inside torch.no_grad(). For gradients through the change, make the DTensor from a copy: "
+        "DTensor.from_local(x.clone(), ...)"
     ) from None
 
 
@@ -68,7 +68,7 @@ def _run_into(func: Any, args: tuple, kwargs: dict) -> Any:
     if not isinstance(out, (tuple, list)):
         return _copied_into(func, out, result)
     if not isinstance(result, (tuple, list)) or len(out) != len(result):
-        raise TypeError(f"{name_of(func)}(out=...) needs one tensor for each result, not {len(out)}")
+        raise TypeError(f"{name_of(func)}(out=...) needs one tensor for each result, got {len(out)}")
     for x, y in zip(out, result, strict=True):
         _check_fits(func, x, y)
     return type(out)([x.copy_(y) for x, y in zip(out, result, strict=True)])
@@ -96,7 +96,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     x: Any = args[0] if args else None
     if not is_dtensor(x):
         raise TypeError(
-            f"{func.__name__} would write a distributed result into a plain tensor: distribute the tensor first"
+            f"{func.__name__} would write a distributed result into a plain tensor: distribute the plain tensor first"
         )
     served = _served(func.__name__)
     if served is None:
@@ -145,7 +145,7 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
             return func(*args, **kwargs)
     if _schemas(func)[0].name.split("::")[0] in _COLLECTIVES:
         raise TypeError(
-            f"{func} is one of torch's functional collectives, which gives each rank another plain tensor: give it "
+            f"{func} is a functional collective of torch, which returns a different plain tensor on each rank: pass "
             "x.to_local(), or use the functions of torch.distributed, which act on the local tensor in place"
         )
     if kwargs.get("out") is not None or any(s.is_mutable for s in _schemas(func)):

@@ -64,36 +64,36 @@ def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
     what = f"fully_shard: parameter {path!r}, of shape {tuple(layout.shape)} placed {list(layout.placements)},"
     if "_handed_over" in p.__dict__:
         raise ValueError(
-            f"{what} belongs to another unit already: modules that share a parameter go into one unit, "
+            f"{what} belongs to another unit already: put modules with a shared parameter into one unit, "
             "fully_shard([module, other])"
         )
     try:
         native_placements(layout)
     except ValueError as error:
-        raise ValueError(f"{what} cannot be one of torch's DTensors: {error}") from None
+        raise ValueError(f"{what} cannot be converted to torch's DTensor: {error}") from None
     if getattr(mesh_info, "is_spmd_mesh", False):
         raise ValueError(
-            f"{what} is on {layout.mesh} alone, and dp_mesh_dims is for parameters on all dimensions of the mesh: "
-            "leave dp_mesh_dims out, and give fully_shard the data-parallel dimension, mesh=mesh['dp'].to_torch()"
+            f"{what} is on {layout.mesh} alone, but dp_mesh_dims needs parameters on all dimensions of the mesh: "
+            "leave dp_mesh_dims out, and pass the data-parallel dimension to fully_shard, mesh=mesh['dp'].to_torch()"
         )
     data, model = mesh_info.mesh, layout.mesh
     wanted = (
-        "give fully_shard the data-parallel dimension of the mesh of which parallelize_module got the tensor-parallel "
-        "one: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), parallelize_module(model, mesh['tp'], plan), "
-        "fully_shard(block, mesh=mesh['dp'].to_torch())"
+        "use dimensions of one mesh for fully_shard and parallelize_module: mesh = init_device_mesh(..., "
+        "mesh_dim_names=('dp', 'tp')), parallelize_module(model, mesh['tp'], plan), fully_shard(block, "
+        "mesh=mesh['dp'].to_torch())"
     )
     theirs, ours = root_of_mesh(data), model.get_root_mesh()
     if theirs.mesh.tolist() != ours.ranks.tolist():
-        raise ValueError(f"{what} is on a dimension of {ours}, and {data} is one of another mesh, {theirs}: {wanted}")
+        raise ValueError(f"{what} is on a dimension of {ours}, but {data} belongs to another mesh, {theirs}: {wanted}")
     shared = set(data.mesh.flatten().tolist()) & set(model.ranks.ravel().tolist())
     if len(shared) != 1:
         raise ValueError(
-            f"{what} is on {model}, which has ranks {sorted(shared)} in common with {data}. Where hyper_parallel's "
-            f"fully_shard has sharded it, that is enough; otherwise {wanted}"
+            f"{what} is on {model}, which shares the ranks {sorted(shared)} with {data}. If hyper_parallel's "
+            f"fully_shard has sharded the parameter already, leave torch's fully_shard out. Otherwise {wanted}"
         )
     if post_forward is not None and post_forward is not mesh_info:
         raise ValueError(
-            f"{what} is tensor parallel, and torch reshards such parameters to all ranks or not at all: use "
+            f"{what} is tensor parallel, and torch reshards such parameters over all ranks or not at all: use "
             "reshard_after_forward=True or False"
         )
 

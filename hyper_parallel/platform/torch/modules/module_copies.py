@@ -61,7 +61,7 @@ def _reduce(self: Any, protocol: Any) -> tuple:
             if "<locals>" in getattr(hook, "__qualname__", ""):
                 raise TypeError(
                     f"a parallelised {type(self).__name__} has the hook {hook.__qualname__}, which cannot be pickled: "
-                    "save module.state_dict(), and load it into a module that was parallelised in the same way"
+                    "save module.state_dict(), and load it into a module with the same plan"
                 )
         state[name] = kept
         for option in options:

@@ -43,8 +43,8 @@ def _rectangles(x: Any) -> list[tuple[torch.Size, torch.Size, tuple[slice, ...]]
     layout = x._layout
     if any(p.is_partial() for p in layout.placements):
         raise TypeError(
-            f"torch.distributed.checkpoint cannot save or load a DTensor placed {list(layout.placements)}, of which "
-            "each rank holds a summand: redistribute it to Replicate() or Shard(dim) first"
+            f"torch.distributed.checkpoint cannot save or load a DTensor placed {list(layout.placements)}, a partial "
+            "tensor: redistribute it to Replicate() or Shard(dim) first"
         )
     shape = tuple(layout.shape)
     if not math.prod(shape):  # no rank holds an element, but the checkpoint must list the tensor
@@ -90,8 +90,9 @@ def _get_tensor_shard(x: Any, index: Any) -> Tensor:
         if offsets == index.offset or (index.offset is None and len(held) == 1):
             return _local(x)[place]
     raise ValueError(
-        f"this rank holds no part of {index.fqn!r} that begins at {index.offset}: of shape {tuple(x._layout.shape)}, "
-        f"placed {list(x._layout.placements)}, it holds what begins at {[tuple(offsets) for offsets, _, _ in held]}"
+        f"this rank has no shard of {index.fqn!r} at offset {index.offset}. The tensor of shape "
+        f"{tuple(x._layout.shape)} is placed {list(x._layout.placements)}, and this rank's shards have the offsets "
+        f"{[tuple(offsets) for offsets, _, _ in held]}"
     )
 
 
@@ -129,9 +130,9 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
             data = item.tensor_data
             if data is not None and data.chunk.sizes != data.size:
                 raise ValueError(
-                    f"HuggingFaceStorageWriter writes one file for all ranks, and {item.index.fqn!r} of shape "
-                    f"{tuple(data.size)} is cut: give it save_distributed=True, with enable_consolidation=True "
-                    "for files of whole tensors"
+                    f"HuggingFaceStorageWriter writes one file for all ranks, but {item.index.fqn!r} of shape "
+                    f"{tuple(data.size)} is sharded: pass save_distributed=True to it, with enable_consolidation=True "
+                    "for files of full tensors"
                 )
     return original(writer, plans)
 
@@ -186,9 +187,9 @@ def _placed_as(held: Any, given: Any, name: str) -> Any:
                 return given
             if given._layout.mesh is not layout.mesh:
                 raise ValueError(
-                    f"load_state_dict(assign=True): {name!r} is on {layout.mesh} in the module, and on "
-                    f"{given._layout.mesh} in the state dict. Load with assign=False, and call to_empty() "
-                    "before for a module on meta. Or give whole tensors, x.full_tensor(), in the state dict"
+                    f"load_state_dict(assign=True): {name!r} is on {layout.mesh} in the module, but on "
+                    f"{given._layout.mesh} in the state dict. Load with assign=False, and call to_empty() first for a "
+                    "module on the meta device. Or use full tensors, x.full_tensor(), in the state dict"
                 )
             return given.redistribute(placements=layout.placements).detach()
         local = part_of_whole(given, layout, given.device)

@@ -66,8 +66,8 @@ def _native_placement(p: Any, layout: Any) -> Any:
         return api.Replicate()
     if hasattr(p, "sizes"):
         raise ValueError(
-            f"torch has no counterpart of {p!r}: redistribute the tensor to Shard({p.dim}) or Replicate() before. A "
-            "parameter that stays packed goes into DistributedDataParallel, or into fully_shard of hyper_parallel"
+            f"torch has no counterpart of {p!r}: redistribute the tensor to Shard({p.dim}) or Replicate() first. To "
+            "keep a packed parameter, use DistributedDataParallel, or fully_shard of hyper_parallel"
         )
     if hasattr(p, "split_factor"):
         return strided_shard()(p.dim, split_factor=p.split_factor)
@@ -90,7 +90,7 @@ def as_native(local: Any, layout: Any, strides: Sequence[int]) -> Any:
 def to_native(x: Any) -> Any:
     """Convert a DTensor of this library to torch's: see `hyper_parallel.torch.to_torch_dtensor`."""
     if not is_dtensor(x):
-        hint = ", which is one already" if is_native(x) else ""
+        hint = ", which needs no conversion" if is_native(x) else ""
         raise TypeError(f"to_torch_dtensor takes a DTensor of hyper_parallel, got {type(x).__name__}{hint}")
     layout = x._layout
     layout.mesh.require_member("to_torch_dtensor")
@@ -105,7 +105,7 @@ def to_native(x: Any) -> Any:
 def from_native(x: Any) -> Any:
     """Convert torch's DTensor to one of this library: see `hyper_parallel.torch.from_torch_dtensor`."""
     if not is_native(x):
-        hint = ", which is one already" if is_dtensor(x) else ""
+        hint = ", which needs no conversion" if is_dtensor(x) else ""
         raise TypeError(f"from_torch_dtensor takes torch's own DTensor, got {type(x).__name__}{hint}")
     mesh, placements = x.device_mesh, [_described(p) for p in x.placements]
     layout = State.core.layout_of_native(mesh, mesh.device_type, placements, tuple(x.shape))
@@ -132,8 +132,8 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
     for op in reduce_ops:
         if op not in ("", "sum", "avg"):
             raise ValueError(
-                f"a DTensor of shape {tuple(x.shape)} placed {list(x.placements)} needs gradients, and torch gives all "
-                f"ranks the same for {op!r}: redistribute it to Replicate() before it is converted"
+                f"a DTensor of shape {tuple(x.shape)} placed {list(x.placements)} needs gradients, but torch would "
+                f"give all ranks the same gradient for {op!r}: redistribute it to Replicate() before the conversion"
             )
     return math.prod(mesh.shape[dim] for dim, op in enumerate(reduce_ops) if op == "avg")
 
@@ -147,7 +147,7 @@ def _described(p: Any) -> tuple[Any, ...]:
     found = describe_placement(p)
     if found is None:
         raise ValueError(
-            f"hyper_parallel has no counterpart of torch's {p!r}: redistribute the tensor to Replicate() before"
+            f"hyper_parallel has no counterpart of torch's {p!r}: redistribute the tensor to Replicate() first"
         )
     return found
 

@@ -29,7 +29,8 @@ def describe_mesh(native: Any, device_type: str, group_of: Callable[[Any, str], 
         raise TypeError(f"from_torch takes a {cls.__module__}.{cls.__name__}, got {kind.__module__}.{kind.__name__}")
     if native.device_type != device_type:
         raise ValueError(
-            f"{native} is for devices of type {native.device_type!r}, and the platform for {device_type!r}"
+            f"{native} has the device type {native.device_type!r}, but the platform has {device_type!r}: make a mesh "
+            "of the platform's device type"
         )
     names = None if native.mesh_dim_names is None else tuple(native.mesh_dim_names)
     root = root_of_mesh(native)
@@ -49,12 +50,12 @@ def make_mesh(
             return root[names]
         except KeyError:
             raise ValueError(
-                f"torch slices a mesh in the order of its dimensions, {root.mesh_dim_names}, and this one is sliced "
-                f"{names}: name them in that order"
+                f"torch slices a mesh in the order of its dimensions, {root.mesh_dim_names}, but this slice has the "
+                f"order {names}: slice in the order of the mesh"
             ) from None
     if names is None and ranks.ndim > 1:
         raise ValueError(
-            f"torch's mesh of the ranks {ranks.tolist()} needs names of its dimensions: make this one with "
+            f"torch's mesh of the ranks {ranks.tolist()} needs names of dimensions: make this mesh with "
             "init_device_mesh(..., mesh_dim_names=(...))"
         )
     natives = [group() for group in groups]
@@ -64,8 +65,8 @@ def make_mesh(
         members = dist.get_process_group_ranks(group)
         if members != sorted(members) or np.any(np.diff(ranks, axis=dim) <= 0):
             raise ValueError(
-                f"the ranks {ranks.tolist()} do not ascend along each dimension, and torch's groups of ranks do: make "
-                "the mesh of ascending ranks"
+                f"the ranks {ranks.tolist()} must ascend along each dimension, as in torch's process groups: make a "
+                "mesh with ascending ranks"
             )
     made = natives[0] if ranks.ndim == 1 else natives
     mesh = None if ranks.ndim == 1 else ranks.tolist()

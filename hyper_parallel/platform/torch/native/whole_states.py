@@ -108,8 +108,8 @@ def _placed(held: Any, whole: Tensor, device: Any) -> Any:
 def _require_plain(wrong: Sequence[str]) -> None:
     if wrong:
         raise ValueError(
-            f"with full_state_dict=True a state dict has whole plain tensors, and these are DTensors: {list(wrong)}. "
-            "Load them without full_state_dict, or take what get_optimizer_state_dict gives with it"
+            f"full_state_dict=True needs full plain tensors, but these are DTensors: {list(wrong)}. Load the state "
+            "dict without full_state_dict, or pass the result of get_optimizer_state_dict with full_state_dict=True"
         )
 
 
@@ -140,8 +140,8 @@ def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
             said = set().union(*mesh.platform.all_gather_object(said, mesh.platform_group(dim), mesh.shape[dim]))
     if len(said) > 1:
         raise ValueError(
-            "with full_state_dict=True every rank gives the same whole state dict, and they differ from rank to rank "
-            f"(this one has {len(state)} entries): where only rank 0 has it, set broadcast_from_rank0=True too"
+            "full_state_dict=True needs the same full state dict on every rank, but the ranks passed different ones "
+            f"(this rank: {len(state)} entries). If only rank 0 has the state dict, set broadcast_from_rank0=True too"
         )
 
 

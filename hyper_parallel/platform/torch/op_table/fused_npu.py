@@ -50,7 +50,7 @@ def _call_rms_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
 def _not_rotated(func: Any, operands: tuple, static_args: tuple) -> Bound:
     mode, rotate = static_args
     if rotate is not None:
-        raise TypeError("npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave it out")
+        raise TypeError("npu_rotary_mul(rotate=...) is not supported with distributed tensors: leave rotate out")
     return operands, (mode,)
 
 

@@ -42,7 +42,10 @@ _OF_CHANNELS = "dropout1d dropout2d dropout3d feature_dropout"
 def _looked_up(func: Any, operands: tuple, static_args: tuple) -> Bound:
     padding_idx, max_norm, *counted = static_args
     if max_norm is not None:
-        raise TypeError("embedding(max_norm=...) rewrites the weight in place: not with distributed tensors")
+        raise TypeError(
+            "embedding(max_norm=...) changes the weight in place, which is not supported with distributed tensors: "
+            "leave max_norm out"
+        )
     _reject_counting(*counted)
     return operands, (padding_idx,)
 

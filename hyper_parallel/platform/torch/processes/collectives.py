@@ -306,8 +306,8 @@ def _ordered(ranks: Sequence[int]) -> dict[str, Any]:
         return {}
     if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
         raise ValueError(
-            f"the ranks {list(ranks)} of a dimension of a mesh do not ascend, and torch {torch.__version__} sorts "
-            "those of a group: make the mesh of ascending ranks"
+            f"the ranks {list(ranks)} of a mesh dimension do not ascend, but torch {torch.__version__} sorts the "
+            "ranks of a process group: make a mesh with ascending ranks"
         )
     return {"sort_ranks": False}
 

@@ -86,8 +86,8 @@ def chosen_backend(default: str, environ: Mapping[str, str] = os.environ) -> str
     chosen = environ.get(BACKEND_VARIABLE, "").strip().lower()
     if chosen and not dist.is_backend_available(chosen):
         raise ValueError(
-            f"{BACKEND_VARIABLE}={chosen}: this torch has no such backend of torch.distributed; leave the variable out "
-            f"for {default!r}, or name another, such as 'gloo'"
+            f"{BACKEND_VARIABLE}={chosen}: this torch does not have this backend of torch.distributed. Leave the "
+            f"variable out for {default!r}, or name another backend such as 'gloo'"
         )
     return chosen or default
 
