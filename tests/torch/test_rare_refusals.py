@@ -144,7 +144,7 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
     (other_dtype, "RuntimeError: addr_: result type torch.float32 can't be cast"),
     (
         changed_while_whole,
-        "RuntimeError: Linear under fully_shard: a parameter was changed while it was unsharded: call",
+        "RuntimeError: Linear under fully_shard: a parameter changed while it was unsharded: call",
     ),
     (
         state_of_another_shape,

@@ -187,8 +187,7 @@ class UnitParameters:
         """Raise RuntimeError if unsharded parameters are stale because the shards have changed."""
         if self._whole_at is not None and not self._is_current(shards):
             raise RuntimeError(
-                f"{self.what}: a parameter was changed while it was unsharded: call reshard() before the optimizer's "
-                "step"
+                f"{self.what}: a parameter changed while it was unsharded: call reshard() before the optimizer's step"
             )
 
     def _is_current(self, shards: Sequence[Any]) -> bool:
