@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from importlib.util import find_spec
 from typing import Any
@@ -68,6 +69,7 @@ def compiled_blocks(mesh: Any, title: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.skipif(os.environ["HYPER_PARALLEL_PLATFORM"] != "torch-cpu", reason="double precision, and CPU kernels")
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 @pytest.mark.parametrize("title", LEFT)
 def test_compiled_blocks(pool: Any, title: str) -> None:
