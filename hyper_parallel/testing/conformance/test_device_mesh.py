@@ -146,7 +146,7 @@ def flattened(shape: tuple[int, ...]) -> None:
     assert mesh["dp", "tp"].shape == (dp.size(), shape[2])
     assert DeviceMesh._concatenate([mesh["tp"], dp]) is mesh["dp", "tp"]
     assert DeviceMesh._concatenate([mesh["tp"], both]) is mesh
-    assert "have a dimension of their root in common" in message(lambda: DeviceMesh._concatenate([mesh["shard"], dp]))
+    assert "share a dimension of their root mesh" in message(lambda: DeviceMesh._concatenate([mesh["shard"], dp]))
     assert "another dimension named 'tp'" in message(lambda: both._flatten("tp"))
     assert "another dimension named 'dp'" in message(lambda: mesh["shard", "tp"]._flatten("dp"))
     for wrong in (lambda: mesh["dp", "shard"], lambda: mesh["tp"]["dp"]):
