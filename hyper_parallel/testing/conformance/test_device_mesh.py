@@ -126,7 +126,7 @@ def roots() -> None:
         assert "are not slices of one mesh. Make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
     assert "is not a slice of" in message(lambda: mesh.index_of(alone, 0))
     assert DeviceMesh._concatenate([tp, crossed["tp"]]) is mesh  # whose "tp" are the ranks of "dp"
-    assert "in common" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
+    assert "share a dimension" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
     assert DeviceMesh._concatenate([tp, mesh["dp"]]) is mesh
     assert DeviceMesh._concatenate([other["tp"], other["pp"]]) is other["pp", "tp"]
     unnamed = DeviceMesh(None, [[0, 1], [2, 3]])
