@@ -130,7 +130,7 @@ HELD: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda mesh: styled(
             mesh, mint.nn.Embedding(UNITS, FEATURES, padding_idx=0), ColwiseParallel(output_layouts=Replicate())
         ),
-        "or an embedding with other options",
+        "this kind of module, or an embedding with other options",
     ),
     "DTensors": (
         lambda mesh: styled(
