@@ -23,7 +23,7 @@ __all__ = ["KEPT", "outdated", "raises", "unreached"]
 
 #: (file of the package, words of the statement) -> why no test can reach it, and why it must stay.
 KEPT: dict[tuple[str, str], str] = {
-    ("core/communication/redistribute.py", "no way to redistribute"): (
+    ("core/communication/redistribute.py", "no collective produces the placements"): (
         "There is a way between any two layouts of one mesh and shape, over the replicated one, which the conformance "
         "suite takes for every pair. This says which pair it is, should a new placement break that."
     ),

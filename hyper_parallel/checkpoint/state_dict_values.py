@@ -51,8 +51,8 @@ class StateDictOptions:
     def __post_init__(self) -> None:
         if not self.keep_submodule_prefixes:
             raise ValueError(
-                "keep_submodule_prefixes=False is only meaningful with submodules, which is not supported: call the "
-                "function with the submodule as the model"
+                "keep_submodule_prefixes=False needs submodules=..., which is not supported: call the function with "
+                "the submodule as the model"
             )
         if self.dsd_fqn_modifiers != "_fqn_modifiers":
             raise ValueError(

@@ -150,7 +150,7 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
         state_of_another_shape,
         "ValueError: weight.exp_avg has shape (4, 4) in the optimizer and (2, 2) in the state dict",
     ),
-    (untied, "ValueError: Twice under fully_shard: the parameter 'weight' was replaced"),
+    (untied, "ValueError: Twice under fully_shard: the parameter 'layer.weight' was replaced"),
     (row_of_nothing, "ValueError: the op table maps special_entr to 'no_such_operation', which is not a canonical"),
     (nothing_distributed, "TypeError: add was intercepted without a DTensor among its arguments"),
     (

@@ -164,7 +164,7 @@ def meshes_refused(mesh: Any) -> None:
             DeviceMesh.from_torch(wrong)
     with pytest.raises(ValueError, match=r"\[\[0, 1\], \[2, 3\]\] needs names .*mesh_dim_names"):
         DeviceMesh(None, [[0, 1], [2, 3]]).to_torch()
-    with pytest.raises(ValueError, match=r"\[1, 0, 3, 2\] do not ascend"):
+    with pytest.raises(ValueError, match=r"\[1, 0, 3, 2\] must ascend"):
         DeviceMesh(None, [1, 0, 3, 2]).to_torch()
     with pytest.raises(
         ValueError, match=r"in the order of its dimensions, \('dp', 'tp'\), but this slice has the order \('tp', 'dp'\)"

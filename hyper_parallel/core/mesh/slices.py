@@ -191,7 +191,9 @@ def concatenate(meshes: Sequence[_Mesh]) -> _Mesh:
         )
     dims = [dim for along in common[1] for entry in along for dim in entry]
     if len(set(dims)) != len(dims):
-        raise ValueError(f"{' and '.join(map(str, meshes))} have a dimension of their root in common")
+        raise ValueError(
+            f"{' and '.join(map(str, meshes))} share a dimension of their root mesh: use slices of different dimensions"
+        )
     return _along_all(meshes, *common)
 
 

@@ -80,7 +80,7 @@ def test_fewer_key_value_heads_than_ranks(pool: Any, world_size: int, kv_heads: 
 
 @pytest.mark.parametrize(("world_size", "kv_heads"), in_gate([(2, 2), (4, 2)], [(4, 2)], unpack=True))
 def test_fewer_key_value_heads_that_stay_distributed(pool: Any, world_size: int, kv_heads: int) -> None:
-    """The keys and values are whole then, and attention takes its part of them."""
+    """Keys and values are replicated then, and attention slices this rank's heads from them."""
     kept = {"wq": ColwiseParallel(use_local_output=False), "wo": RowwiseParallel()}
     plan = {**kept, "w[kv]": ColwiseParallel(heads=kv_heads, replicate_heads=True, use_local_output=False)}
     pool.run(world_size, grouped, 12, kv_heads, False, plan)

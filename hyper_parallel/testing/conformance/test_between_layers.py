@@ -154,7 +154,7 @@ def test_an_output_that_is_read_by_parts(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def several_in_one(mesh: Any) -> None:
-    """Two or three times the features that the layer after it takes, in modules of every name and attribute."""
+    """A layer with two or three times the input features of the next layer, under every name and attribute."""
     for name in ("qkv", "proj_in", "w1"):
         for attributes in ({}, {"head_dim": 4}, {"hidden_size": 24}):
             for times, word in ((2, "twice"), (3, "three times")):

@@ -210,7 +210,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     "unknown dtype": (put("tensors", "a", "dtype", "float7"), ("index.json is damaged", "'a'", "'float7'")),
     "a part in no file": (put(*PARTS, 0, 2, 7), ("index.json is damaged",)),
     "a part in a negative file": (put(*PARTS, 0, 2, -1), ("index.json is damaged", "-1")),
-    "a part outside": (put(*PARTS, 1, 0, [4, 0]), ("index.json is damaged", "'a'", "part of sizes (3, 4) at (4, 0)")),
+    "a part outside": (put(*PARTS, 1, 0, [4, 0]), ("index.json is damaged", "'a'", "sizes (3, 4) at offsets (4, 0)")),
     "a part of other dimensions": (put(*PARTS, 1, [[3], [3], 1, "a"]), ("index.json is damaged", "'a'", "(3,)")),
     "a part less": (without(*PARTS, 1), ("index.json is damaged", "'a'", "do not cover it")),
     "a part twice": (index(lambda c: c["tensors"]["a"]["parts"].__setitem__(1, c["tensors"]["a"]["parts"][0])),

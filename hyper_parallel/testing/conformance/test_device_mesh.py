@@ -126,7 +126,7 @@ def roots() -> None:
         assert "are not slices of one mesh. Make one" in message(lambda pair=pair: DeviceMesh._concatenate(pair))
     assert "is not a slice of" in message(lambda: mesh.index_of(alone, 0))
     assert DeviceMesh._concatenate([tp, crossed["tp"]]) is mesh  # whose "tp" are the ranks of "dp"
-    assert "in common" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
+    assert "share a dimension" in message(lambda: DeviceMesh._concatenate([mesh, tp]))
     assert DeviceMesh._concatenate([tp, mesh["dp"]]) is mesh
     assert DeviceMesh._concatenate([other["tp"], other["pp"]]) is other["pp", "tp"]
     unnamed = DeviceMesh(None, [[0, 1], [2, 3]])
@@ -146,7 +146,7 @@ def flattened(shape: tuple[int, ...]) -> None:
     assert mesh["dp", "tp"].shape == (dp.size(), shape[2])
     assert DeviceMesh._concatenate([mesh["tp"], dp]) is mesh["dp", "tp"]
     assert DeviceMesh._concatenate([mesh["tp"], both]) is mesh
-    assert "have a dimension of their root in common" in message(lambda: DeviceMesh._concatenate([mesh["shard"], dp]))
+    assert "share a dimension of their root mesh" in message(lambda: DeviceMesh._concatenate([mesh["shard"], dp]))
     assert "another dimension named 'tp'" in message(lambda: both._flatten("tp"))
     assert "another dimension named 'dp'" in message(lambda: mesh["shard", "tp"]._flatten("dp"))
     for wrong in (lambda: mesh["dp", "shard"], lambda: mesh["tp"]["dp"]):

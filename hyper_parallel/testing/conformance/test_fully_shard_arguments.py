@@ -166,7 +166,7 @@ def test_a_parameter_of_both(pool: Any, world_size: int) -> None:
 
 
 class Own:
-    """Collectives of the program's own: those of the library's contract, counted."""
+    """Collective that a program provides, with the interface of the contract. It counts its calls."""
 
     def __init__(self, mesh: Any, collective: str) -> None:
         self.mesh, self.collective = mesh, collective

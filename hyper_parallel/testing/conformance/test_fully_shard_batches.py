@@ -98,7 +98,7 @@ def test_block(pool: Any, world_size: int, rows: int) -> None:
 
 @spmd.on_mesh()
 def ignored_labels(mesh: Any, rows: int) -> None:
-    """The mean over labels that count, which are not equally many on all ranks."""
+    """Mean over the labels that are not ignored. Ranks have different numbers of such labels."""
     adapter = get_adapter()
     rng = np.random.default_rng(2)
     ids = rng.integers(0, 7, rows).astype(np.int64)
@@ -138,7 +138,7 @@ def test_replicated_and_sharded(pool: Any, rows: int) -> None:
 
 @spmd.on_mesh()
 def both(mesh: Any) -> None:
-    """Parameters that are read by computations equal on all ranks, and by computations that they share."""
+    """Parameters read by replicated computations, and by computations divided over the ranks."""
     adapter = get_adapter()
 
     def build() -> Any:

@@ -260,7 +260,7 @@ def some_in_lower_precision(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def refused(mesh: Any) -> None:
-    """Check the refusals of wrong arguments, and of ways that are others here."""
+    """Check that wrong and unsupported arguments are rejected."""
     block = shard_block(get_adapter().load(block_of((6, 7)), np.random.default_rng(3)), mesh)
     block.set_reduce_scatter_unused_params(True, recurse=False)
     block.set_separate_reduce_scatter_group(False)

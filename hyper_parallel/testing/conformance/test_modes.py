@@ -113,7 +113,7 @@ def test_operation_without_a_rule(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def in_place_without_a_rule(mesh: Any) -> None:
-    """A result must not be lost: written back into the parts by the backend, or an error with a remedy."""
+    """The backend writes a result back into the shards, or raises an error with a remedy."""
     adapter = get_adapter()
     whole = floats(4, 3) + 1
     x = distribute_tensor(adapter.tensor(whole), mesh, [S0])

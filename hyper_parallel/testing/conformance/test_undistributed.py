@@ -87,7 +87,7 @@ def test_one_rank_counts_for_the_whole_module(pool: Any, world_size: int) -> Non
 
 @spmd.on_mesh()
 def trained_from_other_seeds(mesh: Any) -> Any:
-    """Ranks that begin with other parameters compute, forward and backward, the results of the first one alone."""
+    """Ranks with different initial parameters compute the results of rank 0 in forward and backward."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     single, sharded = block(0), parallelize_module(block(rank), mesh, PLAN)
 

@@ -166,7 +166,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         return answer
     if has_stand_in(owner) and name == "_replaced_forward":
         raise graph_error(
-            what, Refused(owner, NotTracedError("it is reached without a call that the parser reports")), _ABOUT
+            what, Refused(owner, NotTracedError("the parser of graphs did not report a call of it")), _ABOUT
         )
     # Modules and dicts of names are not searched, because the function uses only a part of them.
     if not isinstance(answer, dict) or isinstance(owner, nn.Cell):
