@@ -219,7 +219,7 @@ def rename(old: Path, new: Path) -> None:
     """Rename a complete file or directory to its final name, which must be free."""
     step("rename", old)
     if new.exists():
-        raise FileExistsError(f"{new} is there already")
+        raise FileExistsError(f"{new} exists already")
     os.rename(old, new)
 
 

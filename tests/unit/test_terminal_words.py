@@ -109,9 +109,9 @@ def test_deep_states(tmp_path: Path) -> None:
     own: list[Any] = []
     own.append(own)
     for state in (nested(5000), {"list": own}, {"object": Deep()}):
-        with pytest.raises(ValueError, match="nested more than 100 deep"):
+        with pytest.raises(ValueError, match="nested more than 100 levels deep"):
             save(state, tmp_path / "deep")
     path = save(nested(100), tmp_path / "fits")
     assert load(nested(100), path) == nested(100)
-    with pytest.raises(ValueError, match="nested more than 100 deep"):
+    with pytest.raises(ValueError, match="nested more than 100 levels deep"):
         load(nested(5000), path)
