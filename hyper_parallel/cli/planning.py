@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hyper_parallel import ContextParallel
 from hyper_parallel.cli.output import UsageError, show
 from hyper_parallel.cli.specifications import bytes_of, inputs_of, mesh_of, model_of, plan_of, ranks_of, said_of
-from hyper_parallel.core.tensor_parallel.styles.context import ContextParallel
 from hyper_parallel.planning import DryRun, DryStepError, dry_run, explain, machine_of, search
 from hyper_parallel.planning.llama import MODELS
 
