@@ -124,8 +124,8 @@ class ObservationRole:
         return self.collective_kind(native) is not None
 
     def is_made_with(self, x: Tensor, parameter: Tensor) -> bool | None:
-        """Return whether the recorded graph of the plain tensor ``x`` leads back to ``parameter``, or to some parameter
-        if ``parameter`` is the class of parameters. None if ``x`` has no recorded graph, or the backend cannot know."""
+        """Return whether the recorded graph of the plain tensor ``x`` leads back to ``parameter``. The class of
+        parameters stands for any of them. None if ``x`` has no recorded graph, or the backend cannot know."""
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
