@@ -37,6 +37,9 @@ class Report:
         that the model does not use, such as a number for a log."""
         return [finding for finding in self._found if finding in self._reached]
 
+    def __bool__(self) -> bool:
+        return not self._found
+
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dict for JSON."""
         return {

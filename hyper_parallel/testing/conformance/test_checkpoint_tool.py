@@ -111,7 +111,7 @@ def test_show_and_convert(pool: Any, tmp_path: Path, world_size: int, monkeypatc
     for arguments, words in (
         (["show", str(tmp_path / "none")], "there is no checkpoint"),
         (["convert", str(path), "--to", "one-file", "--out", str(one)], "exists already"),
-        (["convert", str(path), "--to", "one-file", "--out", str(tmp_path / "b"), "--part", "x"], "below 'x'"),
+        (["convert", str(path), "--to", "one-file", "--out", str(tmp_path / "b"), "--part", "x"], "under the key 'x'"),
         (["convert", str(path), "--to", "one-file", "--out", str(tmp_path / "no" / "b")], "cannot be written"),
     ):
         assert main(arguments) == 1 and words in capsys.readouterr().err, arguments

@@ -153,7 +153,7 @@ def refusals(mesh: Any) -> None:
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [PackedShard(0, 2)], (4, 4))
     with pytest.raises(ValueError, match=r"is not the layout of a tensor of shape \(4, 5\)"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [S0], (4, 5))
-    with pytest.raises(ValueError, match="in common"):
+    with pytest.raises(ValueError, match="share a dimension of their root mesh"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["tp"], [S0], (4, 4))
     other = DeviceMesh(None, [0, 2, 1, 3], mesh_dim_names=("dp",))
     with pytest.raises(ValueError, match="not slices of one mesh"):
