@@ -162,19 +162,23 @@ def refused(mesh: Any) -> None:
     expect("not LoRA on a linear layer", model)
     model = build("llama")
     model.lm_head.modules_to_save = torch.nn.ModuleDict()
-    expect("a copy of its own", model)
+    expect("peft trains a copy of it", model)
     expect(
-        "'lm_head'.*has LoRA adapters, the style",
+        "for 'lm_head', which has LoRA adapters",
         adapted(build("llama"), ["lm_head"]),
         plan={"lm_head": ColwiseParallel(input_layouts=Shard(1))},
     )
     expect("no plan for expert parallelism", build("llama"), expert_parallel=True)
-    expect("3 experts, which the 2 ranks", build("mixtral", num_local_experts=3), expert_parallel=True)
+    expect(
+        "3 experts, which do not divide over the 2 ranks", build("mixtral", num_local_experts=3), expert_parallel=True
+    )
     experts = {"model.layers.*.mlp.experts.down_proj": "rowwise"}
     expect("the parameter 'down_proj'", build("mixtral"), expert_parallel=True, plan=experts)
-    expect("which is for parameters of experts", build("llama"), plan={"model.layers.*.mlp": "grouped_gemm"})
+    expect("but this style is for parameters of experts", build("llama"), plan={"model.layers.*.mlp": "grouped_gemm"})
     expect("has no qk_rope_head_dim", build("llama"), plan={"model.layers.*.self_attn.k_proj": "mla_kv_a_proj"})
-    expect("not its parameters 'sinks'", build("granite, sinks"), plan={"model.layers.*.self_attn.sinks": None})
+    expect(
+        "no styles for its parameters 'sinks'", build("granite, sinks"), plan={"model.layers.*.self_attn.sinks": None}
+    )
     with pytest.raises(ValueError, match="found no unsharded LoRA adapters"):
         parallelize_adapters(adapted(build("llama"), ["q_proj"]), mesh)
 

@@ -114,7 +114,14 @@ def gate_and_up(mesh: Any) -> None:
         return inside(holder(**sizes), "mlp")
 
     for in_strict in (False, True):
-        with fails(ValueError, "'mlp.up'", "24 output features", "twice the 12 input features of 'mlp.down'", "packed=2", str(mesh)):
+        with fails(
+            ValueError,
+            "'mlp.up'",
+            "24 output features",
+            "twice the 12 input features of 'mlp.down'",
+            "packed=2",
+            str(mesh),
+        ):
             apply(mesh, model(up=(6, 24), down=(12, 6)), {"mlp.up": ColwiseParallel(), "mlp.down": ROW}, in_strict)
     for style in (ColwiseParallel(packed=2), ColwiseParallel(packed=1), ColwiseParallel(use_local_output=False)):
         apply(mesh, model(up=(6, 24), down=(12, 6)), {"mlp.up": style, "mlp.down": ROW}, in_strict=True)

@@ -152,7 +152,7 @@ def whole_layers(mesh: Any) -> None:
             steps = recurrent(suffix)
             with fails(ValueError, f"'steps' {type(style).__name__}", "each step needs", "give it NoParallel("):
                 parallelize_module(Outer(steps=steps), mesh, {"steps": style})
-        with fails(ValueError, "'steps' is a ", "NoParallel() computes it whole"):
+        with fails(ValueError, "'steps' is a ", "use NoParallel() to compute the module in full"):
             parallelize_module(Outer(steps=recurrent(suffix)), mesh, {"steps": ColwiseParallel()})
     steps = recurrent("_l0")
     steps.inner = adapter.norm_module(6)
@@ -162,14 +162,14 @@ def whole_layers(mesh: Any) -> None:
     parallelize_module(Outer(steps=steps), mesh, {"steps.inner": ColwiseParallel()})
     model = adapter.load(Outer(a=adapter.linear_module(6, 12), steps=recurrent("_l0", 12)), np.random.default_rng(0))
     parallelize_module(model, mesh, {"a": ColwiseParallel()})
-    with fails(ValueError, "'steps' takes 12 features", "as 'a' gives it"):
+    with fails(ValueError, "'steps' takes 12 features", "shard of these features from 'a'"):
         adapter.call(model.steps, adapter.call(model.a, adapter.tensor(floats(2, 6))))
     # A packed projection whose parts a layer without a style would take.
     packed = {"qkv": adapter.linear_module(6, 36), "o": adapter.linear_module(12, 6)}
-    with fails(ValueError, "'qkv' has 36 output features", "write ColwiseParallel(packed=3)", "such as 'o', Row"):
+    with fails(ValueError, "'qkv' has 36 output features", "Write ColwiseParallel(packed=3)", "such as 'o', Row"):
         parallelize_module(Outer(**packed), mesh, {"qkv": ColwiseParallel()})
     model = parallelize_module(Outer(**packed), mesh, {"qkv": ColwiseParallel(packed=3)})
-    with fails(ValueError, "'o' takes 12 features", "as 'qkv' gives it", "give 'o' RowwiseParallel()"):
+    with fails(ValueError, "'o' takes 12 features", "features from 'qkv'", "use RowwiseParallel()"):
         adapter.call(model.o, adapter.chunk(adapter.call(model.qkv, adapter.tensor(floats(2, 6))), 3, -1)[0])
     with fails(ValueError, "name its linear layers in the plan, such as 'mlp.up'"):
         parallelize_module(Outer(mlp=adapter.Mlp(6, 12)), mesh, {"mlp": ColwiseParallel()})

@@ -52,7 +52,7 @@ class _Guard:
         raise ValueError(
             f"{module_label(module)} takes {self.features} features in {_DIMS[self.dim]} of its input, but gets a "
             f"plain tensor with this rank's shard of these features from {self.source!r}. The ColwiseParallel of "
-            f"{self.source!r} shards its {self.features} output features over {self.mesh}. In the plan, use "
+            f"{self.source!r} shards its output features over {self.mesh}. In the plan, use "
             f"{own_style}ColwiseParallel(output_layouts=Replicate()) for {self.source!r}"
         )
 

@@ -27,7 +27,7 @@ def check_whole(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
     """Refuse a style that gives ranks parts of a module which needs all of its weights or positions.
 
     Raises:
-        ValueError: for such a style. The message names the module, the reason and the style that computes it whole.
+        ValueError: for such a style. The message names the module, the reason and the style that computes it in full.
     """
     for path, module, style in matches:
         kind, above = recurrent_kind(module, mesh.platform), path.rpartition(".")[0]
@@ -56,5 +56,5 @@ def _refusal(path: str, style: ParallelStyle, module: Any, reason: str, what: st
     layouts = "" if dim is None else f"input_layout=Shard({dim}), output_layout=Shard({dim})"
     return ValueError(
         f"the plan gives {path or 'the module'!r} {type(style).__name__}, and in a {type(module).__name__} {reason}: "
-        f"give {what} NoParallel({layouts}), which computes it whole on every rank"
+        f"give {what} NoParallel({layouts}), which computes the module in full on every rank"
     )

@@ -174,8 +174,8 @@ def _instead(module: Any, platform: Platform, where: str) -> str:
     """Return a remedy for the error message: styles for a module that is neither linear nor an embedding."""
     if is_fused_attention(module) or recurrent_kind(module, platform):
         return (
-            "NoParallel() computes it whole on every rank. A layer before it that has ColwiseParallel needs "
-            "output_layouts=Replicate() then"
+            "use NoParallel() to compute the module in full on every rank. A layer before it with ColwiseParallel then "
+            "needs output_layouts=Replicate()"
         )
     called = platform.named_modules(module)
     below = next((path for path, layer in called if path and platform.is_linear_module(layer)), None)
