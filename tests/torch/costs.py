@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -106,7 +107,8 @@ def _watched_class(counter: _Counter) -> Iterator[None]:
 def _profiled(counter: _Counter) -> Iterator[None]:
     """See calls of Python functions."""
     # The function that runs operations is made for each row of the op table, of the same code.
-    dispatches = {dispatch.bind(row).__code__ for row in (None, *OP_TABLE.values())}
+    runs = [dispatch.bind(row) for row in (None, *OP_TABLE.values())]
+    dispatches = {(run.args[0] if isinstance(run, partial) else run).__code__ for run in runs}
 
     def see(frame: FrameType, event: str, argument: Any) -> None:
         if event != "call" or not counter.on:
