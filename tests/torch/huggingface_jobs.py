@@ -269,7 +269,7 @@ def errors() -> None:
 
     odd = "heads that do not divide"
     refused(ValueError, r"layers\.0\.self_attn' has 6 heads and 3 key.*ranks.*gather_heads=True", f"llama, {odd}")
-    refused(ValueError, r"h\.0\.attn' has 5 heads, which the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
+    refused(ValueError, r"h\.0\.attn' has 5 heads, which do not divide over the 2 ranks.*1, 5 ranks", f"gpt2, {odd}")
     misspelt = {"model.nrom": "replicate"}
     refused(ValueError, "no such module or parameter; the nearest paths are 'model.norm'", plan=misspelt)
     refused(ValueError, "not the name of a style: the nearest are 'colwise'", plan={"lm_head": "colwize"})
