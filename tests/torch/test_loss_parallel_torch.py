@@ -340,14 +340,14 @@ def elsewhere(mesh: Any) -> None:
     x, t = randn(4, 6), targets(4, classes=6)
     model = parallelize_module(nn.Sequential(nn.Linear(6, 12)).to(device()), mesh, {"0": ColwiseParallel()})
     other, again = nn.Linear(6, 6).to(device()), copy.deepcopy(model)
-    with pytest.raises(ValueError, match="part of the 12"):
+    with pytest.raises(ValueError, match="shard of the 12"):
         F.cross_entropy(other(x), t)  # a head that was not called is unknown
     mine = model(x)
     assert mine.shape == (4, 6) == again(x).shape
     for _ in range(2):  # the second time with a head that has learned
         F.cross_entropy(other(x), t).backward()
         for logits in (mine, mine.double()[:, :6] * other(x), checkpoint(again, x, use_reentrant=False)):
-            with pytest.raises(ValueError, match="part of the 12 that '0' gives"):
+            with pytest.raises(ValueError, match="shard of the 12 that '0' gives"):
                 F.cross_entropy(logits, t)
         mine.sum().backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
@@ -355,13 +355,13 @@ def elsewhere(mesh: Any) -> None:
     frozen = copy.deepcopy(model).requires_grad_(False)
     scale = torch.ones((), device=device(), requires_grad=True)
     for logits in (frozen(x) * scale, checkpoint(again, x + scale, use_reentrant=True)):
-        with pytest.raises(ValueError, match="part of the 12"):
+        with pytest.raises(ValueError, match="shard of the 12"):
             F.cross_entropy(logits, t)
     del frozen
     gc.collect()
     again(x), model(x)
     F.cross_entropy(other(x), t)
-    with torch.no_grad(), pytest.raises(ValueError, match="part of the 12"):
+    with torch.no_grad(), pytest.raises(ValueError, match="shard of the 12"):
         F.cross_entropy(other(x), t)  # nothing is recorded
 
 
@@ -377,7 +377,7 @@ def gathered_head(mesh: Any) -> None:
     for unit in (model[0], model):
         fully_shard(unit, mesh=mesh["dp"])
     logits = model(x)
-    with pytest.raises(ValueError, match="part of the 12"):
+    with pytest.raises(ValueError, match="shard of the 12"):
         F.cross_entropy(logits, t)
 
 
