@@ -347,7 +347,7 @@ def elsewhere(mesh: Any) -> None:
     for _ in range(2):  # the second time with a head that has learned
         F.cross_entropy(other(x), t).backward()
         for logits in (mine, mine.double()[:, :6] * other(x), checkpoint(again, x, use_reentrant=False)):
-            with pytest.raises(ValueError, match="shard of the 12 that '0' gives"):
+            with pytest.raises(ValueError, match="shard of the 12 output features of '0'"):
                 F.cross_entropy(logits, t)
         mine.sum().backward()
         torch.optim.SGD(model.parameters(), 0.1).step()
