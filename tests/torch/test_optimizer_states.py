@@ -188,8 +188,8 @@ def refused(mesh: Any) -> None:
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["step"] += dist.get_rank()
     check("the ranks passed different ones", full, other)
-    check("needs full plain tensors, but these are DTensors .*up.weight.exp_avg", full, shards)
-    check("needs full plain tensors, but these are DTensors .*exp_avg", first, {} if dist.get_rank() else shards)
+    check("needs full plain tensors, but these are DTensors: .*up.weight.exp_avg", full, shards)
+    check("needs full plain tensors, but these are DTensors: .*exp_avg", first, {} if dist.get_rank() else shards)
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["exp_avg"] = torch.zeros(4, 6, device=device())
     for options in (full, first):
