@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "partial": (
         lambda m: dist.all_reduce(placed(m, Partial()), group=m["tp"].get_group()),
         ValueError,
-        r"summands.*redistribute\(\)",
+        r"partial sum.*redistribute\(\)",
     ),
     "largest": (
         lambda m: dist.all_reduce(placed(m, Partial()), "max", m["dp"].get_group()),

@@ -273,7 +273,11 @@ def errors() -> None:
     misspelt = {"model.nrom": "replicate"}
     refused(ValueError, "no such module or parameter; the nearest paths are 'model.norm'", plan=misspelt)
     refused(ValueError, "not the name of a style: the nearest are 'colwise'", plan={"lm_head": "colwize"})
-    refused(ValueError, "'sequence_parallel' for the parameter 'model.norm.weight'", plan={"model.norm.weight": "sequence_parallel"})
+    refused(
+        ValueError,
+        "'sequence_parallel' for the parameter 'model.norm.weight'",
+        plan={"model.norm.weight": "sequence_parallel"},
+    )
     refused(ValueError, "src_data_rank=2", src_data_rank=2)
     refused(ValueError, "gather_logits=False needs a", plan={"lm_head": None}, gather_logits=False)
     experts = {"model.layers.*.mlp.experts.down_proj": None}

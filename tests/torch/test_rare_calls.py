@@ -185,7 +185,7 @@ def errors(x: Any) -> list[tuple[type[Exception], str, Callable[[], Any]]]:
         (TypeError, r"sparse=True\) is not supported", lambda: torch.embedding(w, i, sparse=True)),
         (TypeError, "use reduction=", lambda: F.cross_entropy(x, i, size_average=False)),
         (TypeError, "use reduction=", lambda: F.nll_loss(x, i, reduce=False)),
-        (TypeError, r"to_sparse_csr of a DTensor.*full_tensor\(\)", lambda: x.to_sparse_csr()),
+        (TypeError, r"to_sparse_csr is not supported for DTensors.*full_tensor\(\)", lambda: x.to_sparse_csr()),
         (TypeError, r"dropout\(inplace=True\) is not supported", lambda: F.dropout(x, inplace=True)),
         (TypeError, "cannot be changed", lambda: delattr(x, "_backward_hooks")),
     ]

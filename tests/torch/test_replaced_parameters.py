@@ -56,7 +56,7 @@ def exchanged(mesh: Any) -> None:
 
     _, sharded = both(mesh)
     sharded.up.weight = nn.Parameter(plain["up.weight"])
-    refused(lambda: sharded(x), "'weight'", "'up'", "plain tensor", "state dict", "distribute_tensor")
+    refused(lambda: sharded(x), "'weight'", "'up'", "plain tensor", "load_state_dict", "distribute_tensor")
     _, sharded = both(mesh)
     torch.utils.swap_tensors(sharded.up.weight, nn.Parameter(randn(12, 6)))
     refused(lambda: sharded(x), "'weight'", "'up'", "plain tensor")
@@ -321,7 +321,7 @@ def other_sizes_in_place(mesh: Any) -> None:
     ):
         for placement in (Shard(0), Replicate()):
             x = shard(randn(4, 6), mesh, placement)
-            refused(lambda call=call, x=x: call(x), "this rank's part", "make a new", kind=TypeError)
+            refused(lambda call=call, x=x: call(x), "this rank's shard", "make a new", kind=TypeError)
             close(x, randn(4, 6))
     x = shard(randn(4, 6), mesh, Shard(0))
     assert x.set_(shard(randn(3, 6, seed=1), mesh, Replicate())) is x

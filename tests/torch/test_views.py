@@ -134,7 +134,7 @@ def read_memory(mesh: Any) -> None:
             if placement.is_replicate():
                 assert torch.equal(call(x).full_tensor(), call(values))
             else:
-                with pytest.raises(ValueError, match="memory"):
+                with pytest.raises(ValueError, match=r"start of the storage|memory by strides"):
                     call(x)
 
     with pytest.raises(ValueError, match="as_strided_scatter got a plain tensor"):

@@ -116,11 +116,13 @@ def refused(mesh: Any) -> list[str]:
         "attention": [SequenceParallel(), ExpertParallel(), ColwiseParallel()],
     }.items():
         for style in styles:
-            with pytest.raises(ValueError, match=r"'layer' .*: (give it )?NoParallel\(.*whole on every rank") as error:
+            with pytest.raises(
+                ValueError, match=r"'layer' .*: (give it |use )?NoParallel\(.*in full on every rank"
+            ) as error:
                 parallelize_module(LAYERS[name](), mesh, {"layer": style})
             found.append(str(error.value))
     model = parallelize_module(LAYERS["lstm"](), mesh, {"up": ColwiseParallel()})
-    with pytest.raises(ValueError, match=r"LSTM 'layer' takes 4 features .* as 'up' gives it") as error:
+    with pytest.raises(ValueError, match=r"LSTM 'layer' takes 4 features .* features from 'up'") as error:
         model(torch.ones(2, 5, FEATURES))
     parallelize_module(LAYERS["lstm cell"](), mesh, {"layer": ParameterParallel({"weight_hh": Shard(0)})})
     return [*found, str(error.value)]

@@ -117,7 +117,7 @@ def states_over_all_ranks(mesh: Any) -> None:
 REFUSED: list[tuple[Callable[[Any], None], type[Exception], str]] = [
     (as_accelerate_does, ValueError, r"average '1.weight' .*mesh\['dp'\].get_group\(\).*Accelerator.prepare"),
     (inside_a_model, ValueError, r"average '0.1.weight' over ranks .*process_group=mesh\['dp'\]"),
-    (copied, ValueError, "DataParallel cannot copy '1.weight'.*DistributedDataParallel"),
+    (copied, ValueError, "DataParallel cannot copy the distributed '1.weight'.*DistributedDataParallel"),
     (flattened, TypeError, "FullyShardedDataParallel would .*DistributedDataParallel"),
     (flattened_with_plain_ones, TypeError, "FullyShardedDataParallel would .*DistributedDataParallel"),
     (states_over_all_ranks, ValueError, r"different shards.*mesh\['dp'\].get_group\(\)"),

@@ -19,6 +19,7 @@ from hyper_parallel.core.tensor_parallel.program.heads import check_heads
 from hyper_parallel.core.tensor_parallel.styles.colwise import ColwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.rowwise import RowwiseParallel
 from hyper_parallel.core.tensor_parallel.styles.weight import linear_sizes
+from hyper_parallel.platform.contract import Platform
 
 
 @dataclass(frozen=True)
@@ -82,12 +83,13 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
         for path, module in modules.items()
         if KEY_OR_VALUE.match(path.rpartition(".")[2]) and platform.is_linear_module(module)
     }
+    parents = {path.rpartition(".")[0] for path, _, _ in matches if FUSED.match(path.rpartition(".")[2])}
     planned = {id(module) for _, module, _ in matches}
     unplanned: dict[str, dict[int, str]] = {}
     for path, module in modules.items():
-        if id(module) not in planned and platform.is_linear_module(module):
-            sizes = unplanned.setdefault(path.rpartition(".")[0], {})
-            sizes.setdefault(linear_sizes(module, platform)[0], path)
+        parent = path.rpartition(".")[0]
+        if id(module) not in planned and parent in parents and _has_sizes(module, platform):
+            unplanned.setdefault(parent, {}).setdefault(linear_sizes(module, platform)[0], path)
     for path, module, style in matches:
         if not isinstance(style, ColwiseParallel) or not platform.is_linear_module(module):
             continue
@@ -105,6 +107,15 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
             unstyled,
             bool(path) and parent in with_keys,
         )
+
+
+def _has_sizes(module: Any, platform: Platform) -> bool:
+    """Return whether a module is a linear layer whose weight has a shape: a lazy layer has none before its first
+    call."""
+    if not platform.is_linear_module(module):
+        return False
+    weight = platform.own_parameters(module).get(platform.kind_of(module).weight)
+    return weight is not None and (platform.is_meta(weight) or platform.has_values(weight))
 
 
 def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attention | None:
