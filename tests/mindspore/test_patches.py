@@ -155,7 +155,7 @@ for _ in range(2):
         hp.DTensor.from_local(Tensor(np.ones(2, np.float32)), mesh, [Shard(0)])
         raise SystemExit("a DTensor was made")
     except RuntimeError as error:
-        said = f"mindspore {ms.__version__}: mindspore.nn.Optimizer.__call__ is defined there, but expected to be inherited"
+        said = f"mindspore {ms.__version__}: mindspore.nn.Optimizer.__call__ is defined there, but expected to be inh"
         assert said in str(error), error
     unpatched()
 del nn.Optimizer.__call__
