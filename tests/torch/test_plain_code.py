@@ -246,6 +246,10 @@ def corners(mesh: Any) -> None:
         some, rows = torch.zeros(2, 3, 5, device=device()), data[:, 0, :, :5]
         y = torch.baddbmm(some, part(data[:, 0], 1).transpose(1, 2)[:, :3], rows, beta=0)
         assert y.shape == (2, 3, 5) and ways(y) is not None
+        # Checkpointing counts the tensors that are saved, and recomputes without following.
+        grown = part(data[:, 0].clone().requires_grad_(), 1)
+        y = checkpoint(lambda x: torch.baddbmm(some, x.mT[:, :3], rows, beta=0), grown, use_reentrant=False)
+        y.sum().backward()
         assert placed(F.normalize(x, dim=-1)) == [(Shard(2),)]
         # Sizes that are local: stretched, a slice of all that is here, pieces of packed parts.
         assert placed(x[:, :1].expand(2, 5, 4, 6)) == [(Shard(2),)] and placed(x[:, :, :4]) == [(Shard(2),)]

@@ -57,13 +57,14 @@ def _by_blocks(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim:
     """
     if any(isinstance(p, PackedShard) for p in mark.layout.placements):
         return []
-    block = (mark.merged or before[dim]) * math.prod(before[dim + 1 :])
+    rows = mark.merged or before[dim]
+    block = rows * math.prod(before[dim + 1 :])
     found = []
     for j, size in enumerate(after):
         inside = math.prod(after[j + 1 :])
         if size * inside == block:
             found.append(_cut(mark, after, j, 0))
-        elif size * inside % block == 0 and block % inside == 0 and block > inside:
+        elif size * inside % block == 0 and block % inside == 0 and (block > inside or rows == 1):
             found.append(_cut(mark, after, j, block // inside))
     return found
 

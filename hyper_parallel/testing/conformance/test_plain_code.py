@@ -171,6 +171,16 @@ def merged(module: Any, x: Any, a: Any) -> Any:
     return module.down(a.reshape(y, (b, t, -1)))
 
 
+def scored(module: Any, x: Any, a: Any) -> Any:
+    """Attention whose scores are products of heads that are merged with the batch."""
+    b, t = x.shape[:2]
+    q, k, v = (a.transpose(a.reshape(p(x), heads(x, 6)), 1, 2) for p in (module.wq, module.wk, module.wv))
+    h = q.shape[1]
+    scores = a.matmul(a.reshape(q, (b * h, t, 6)), a.reshape(a.transpose(k, -2, -1), (b * h, 6, t)))
+    y = a.matmul(a.softmax(a.reshape(scores, (b, h, t, t)) * 6**-0.5, -1), v)
+    return module.wo(a.reshape(a.transpose(y, 1, 2), (b, t, -1)))
+
+
 def positions(module: Any, x: Any, a: Any) -> Any:
     """Positions from 0 on every rank, added to a part of the sequence."""
     y = module.norm(module.down(a.relu(module.up(x))))
@@ -269,6 +279,7 @@ RIGHT = {
     "packed, sliced": Case(sliced, plan={"up": C(packed=3), "down": W()}, modules=PACKED),
     "attention": Case(attention, plan={"w[qkv]": C(), "wo": W()}, modules=QKV),
     "merged": Case(merged),
+    "scores of one head on each of several ranks": Case(scored, plan={"w[qkv]": C(), "wo": W()}, modules=QKV),
     "norm inside heads": Case(in_heads, plan=MLP | {"norm": HeadNormParallel()}, modules=HEAD_NORM),
     "one head of one token": Case(
         one_token,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from hyper_parallel.platform.contract.observation import MARKS, Follower
@@ -77,7 +78,8 @@ class _Mode(TorchFunctionMode):
     def _composed(self, composition: Callable, func: Any, args: tuple, kwargs: dict) -> Tensor | None:
         """Return the result of ``func`` with the marks that its composition gives, or None if that has no marks."""
         try:
-            with self:
+            # Activation checkpointing counts the tensors that are saved: those of this second computation are not.
+            with self, saved_tensors_hooks(_itself, _itself):
                 same = composition(*args, **kwargs)
         except Exception:
             return None
@@ -89,6 +91,10 @@ class _Mode(TorchFunctionMode):
             y._marks_of_plain = mark
             return y
         return None
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _has_marks(args: Iterable[Any], kwargs: dict) -> bool:
