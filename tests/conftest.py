@@ -68,7 +68,6 @@ NOT_SIMULATED = {
     "test_huggingface_zoo.py": "models of a library; test_huggingface.py is run",
     "test_patches.py": "the patches in torch",
     "test_rules_page.py": "a page",
-    "test_torch_fully_shard.py": "torch's own fully_shard around models of this library",
 }
 #: Tests that the gate leaves to the nightly run on simulated NPUs, which compute on the CPU: name of a file, or of a
 #: test in it -> why the gate of torch-cpu, on the same code, is enough.
@@ -120,6 +119,7 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_random_states.py": "files of random states; test_random.py is run",
     "test_readme.py": "programs of the README; tests/npu starts programs",
     "test_second_order.py": "gradients of gradients, by the same functions of torch",
+    "test_torch_fully_shard.py::test_two_steps": "all styles under torch's own fully_shard; the other tests are run",
     "test_training_job.py": "a program of the documentation",
     "test_training_features.py": "features of training loops around the library",
     "test_units_by_choice.py": _UNITS,
