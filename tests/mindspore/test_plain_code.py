@@ -9,9 +9,11 @@ from mindspore.mint import distributed as dist
 
 from hyper_parallel import DTensor, PackedShard, Partial, Replicate, Shard
 from hyper_parallel.core.plain_code.contexts import follow
-from hyper_parallel.core.plain_code.marks import Joined, Lost, held
+from hyper_parallel.core.plain_code.marks import Joined, Lost
 from hyper_parallel.platform import get_platform
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.plain_marks import part as shard_of
+from tests.support.plain_marks import placed, ways
 
 
 @on_mesh(2, 2, names=("dp", "tp"))
@@ -19,14 +21,7 @@ def corners(mesh: Any) -> None:
     tp, dp = mesh["tp"], mesh["dp"]
 
     def part(x: Any, dim: int, on: Any = tp) -> Any:
-        return DTensor.from_local(x, on, [Shard(dim)]).to_local()
-
-    def ways(x: Any) -> Any:
-        found = held(x)
-        return None if found is None else found.ways
-
-    def placed(x: Any) -> list[Any]:
-        return [m.layout.placements for m in ways(x)]
+        return shard_of(x, dim, on)
 
     data = mint.ones((2, 3, 4, 6))
     with follow(nn.Cell(), get_platform()) as following:

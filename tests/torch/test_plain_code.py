@@ -39,8 +39,10 @@ from hyper_parallel.core.plain_code import following
 from hyper_parallel.core.plain_code.contexts import follow
 from hyper_parallel.core.plain_code.first_call import VARIABLE, without_first_calls
 from hyper_parallel.core.plain_code.following import FOLLOWING
-from hyper_parallel.core.plain_code.marks import Joined, Lost, held
+from hyper_parallel.core.plain_code.marks import Joined, Lost
 from hyper_parallel.testing.spmd import on_mesh
+from tests.support.plain_marks import part as shard_of
+from tests.support.plain_marks import placed, ways
 from tests.torch.support import device
 
 VOCABULARY, FEATURES, HEADS, SIZE = 12, 16, 4, 4
@@ -226,14 +228,7 @@ def corners(mesh: Any) -> None:
     tp, dp = mesh["tp"], mesh["dp"]
 
     def part(x: Any, dim: int, on: Any = tp) -> Any:
-        return DTensor.from_local(x, on, [Shard(dim)]).to_local()
-
-    def ways(x: Any) -> Any:
-        found = held(x)
-        return None if found is None else found.ways
-
-    def placed(x: Any) -> list[Any]:
-        return [m.layout.placements for m in ways(x)]
+        return shard_of(x, dim, on)
 
     data = torch.ones(2, 3, 4, 6, device=device())
     with follow(nn.Module(), get_platform()) as following:

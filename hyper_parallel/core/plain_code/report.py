@@ -58,8 +58,8 @@ class Report:
         lines = []
         for same in equal.values():
             more = f" (and in {len(same) - 1} more modules)" if len(same) > 1 else ""
-            unused = " No module and no output of the model uses the result."
-            unused = "" if any(f in self._reached for f in same) else unused
+            reached = any(f in self._reached for f in same)
+            unused = "" if reached else " No module and no output of the model uses the result."
             lines.append(f"{same[0]}{more}{unused}")
         return lines
 

@@ -196,8 +196,8 @@ def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: Devic
             (3, "three times", "three matrices in one (queries, keys and values)"),
         ):
             if times * size == projection.features:
-                row = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
-                row = "" if projection.taken else row
+                taker = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
+                row = "" if projection.taken else taker
                 raise ValueError(
                     f"{projection.path!r} has {projection.features} output features, {word} the {size} input features "
                     f"of {path!r}: its weight is {what}, or one matrix with alternating parts. {projection.style!r} "
