@@ -65,17 +65,18 @@ def _errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
     seen: set[ast.Call] = set()
     # `ast.walk` yields outer functions before inner ones. In reverse, a call belongs to its innermost function.
     for function in (*reversed(functions), tree):
+        nodes = [node for node in ast.walk(function) if isinstance(node, (ast.Assign, ast.Call))]
         named = {
             target.id: node.value
-            for node in ast.walk(function)
+            for node in nodes
             if isinstance(node, ast.Assign)
             for target in node.targets
             if isinstance(target, ast.Name)
         }
-        for node in ast.walk(function):
+        for node in nodes:
             if not isinstance(node, ast.Call) or node in seen or not node.args:
                 continue
-            kind = ast.unparse(node.func).rpartition(".")[2]
+            kind = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if re.fullmatch(r"[A-Z]\w*Error", kind) and kind not in _SILENT:
                 seen.add(node)
                 text = node.args[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -211,6 +212,18 @@ def _named(item: pytest.Item, reasons: dict[str, str]) -> str | None:
     """The reason that a table gives for a test, or for all of its file."""
     test = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
     return reasons.get(test) or reasons.get(item.path.name)
+
+
+@pytest.fixture(scope="module")
+def unmeasured() -> Iterator[None]:
+    """Pause the measurement of coverage: for tests that read source files, or whose lines other tests reach."""
+    coverage = sys.modules.get("coverage")
+    measurement = coverage.Coverage.current() if coverage else None
+    if measurement is not None:
+        measurement.stop()
+    yield
+    if measurement is not None:
+        measurement.start()
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -125,15 +126,53 @@ def test_waiting_for_all_that_leave() -> None:
     assert lost.answers
 
 
-def test_ranks_destroy_their_groups_in_turn() -> None:
-    """The last rank is the first. A rank waits for the ranks behind it, which may be lost, and then is counted."""
-    last, first, alone = Store(0, 1), Store(0, 1, 2, 3), Store(*[1] * 1000)
-    calls: list[tuple[int, ...]] = []
-    stores.destroy_in_turn(last, 2, 3, lambda: calls.append(tuple(last.amounts)))
-    stores.destroy_in_turn(first, 0, 3, lambda: calls.append(tuple(first.amounts)))
-    assert calls == [(0,), (0, 0, 0)] and last.amounts == [0, 1] and first.amounts == [0, 0, 0, 1]
-    stores.destroy_in_turn(alone, 0, 3, lambda: calls.append(()))
-    assert calls[2:] == [()] and alone.answers
+def test_waiting_for_the_ends_of_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections tell rank 0. A rank may go on after it has left, or be lost: it is not waited for without end."""
+    ports: list[int] = []
+
+    class Ports:
+        def add(self, key: str, amount: int) -> int:
+            ports.append(amount)
+            return sum(ports)
+
+    kept: list[socket.socket] = []
+    monkeypatch.setattr(stores, "_connections", kept)
+    stores.connect_until_the_end(Ports(), "127.0.0.1")
+    assert not kept
+    listener = stores.listen_for_ends(Ports(), "127.0.0.1", 3)
+    assert listener is not None
+    with listener:
+        for _ in range(2):
+            stores.connect_until_the_end(Ports(), "127.0.0.1")
+        begun = time.monotonic()
+        stores.wait_for_ends(listener, 3, 0.02)  # one is lost
+        for _ in range(2):
+            stores.connect_until_the_end(Ports(), "127.0.0.1")
+        stores.wait_for_ends(listener, 2, 0.02)  # they go on
+        assert time.monotonic() - begun >= 0.04
+        for _ in range(2):
+            stores.connect_until_the_end(Ports(), "127.0.0.1")
+        while kept:
+            kept.pop().close()
+        stores.wait_for_ends(listener, 2, PATIENCE)
+    stores.connect_until_the_end(Ports(), "127.0.0.1")  # rank 0 has ended
+    assert not kept and stores.listen_for_ends(Ports(), "192.0.2.1", 2) is None
+
+
+def test_rank_0_ends_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the program has destroyed its groups before. Other ranks, and ranks of msrun, wait for none."""
+    waits: list[Any] = []
+    monkeypatch.setattr(launch, "wait_for_leaving", lambda *given: waits.append("leave"))
+    monkeypatch.setattr(launch, "wait_for_ends", lambda *given: waits.append(given))
+    monkeypatch.delenv("MS_SCHED_HOST", raising=False)
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    listener: Any = "listener"
+    first = launch.World(0, 3, "group", "store", listener=listener)
+    launch.World(1, 3, "group", "store")._end()
+    assert waits == ["leave"]
+    first.leave()
+    first._end()
+    assert waits[1:] == ["leave", (listener, 2, launch._END)]
 
 
 def test_ranks_that_do_not_come() -> None:
@@ -156,6 +195,7 @@ def test_who_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     world = launch.World(0, 2, "group", "store")
     world.leave()
     monkeypatch.setenv("MS_CPU_COMM_OP_TIMEOUT", "7")
+    world.left = False
     world._end()
     monkeypatch.delenv("MS_CPU_COMM_OP_TIMEOUT")
     world.leave()

@@ -13,6 +13,8 @@ import pytest
 import hyper_parallel
 from ci import docs_hooks, error_table
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 #: Modules whose ``__all__`` the reference has, besides the package.

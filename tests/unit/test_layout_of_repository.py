@@ -6,7 +6,7 @@ import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,10 +20,20 @@ FOLDER_OF = {"torch": "torch", "torch_npu": "torch", "mindspore": "mindspore"}
 # mirrors.
 NAMES = ("torch", "mindspore")
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 
 def python_files(*folders: Path) -> list[Path]:
     """All Python files below some folders."""
     return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+def imports_in(path: Path, packages: Collection[str]) -> list[tuple[int, str]]:
+    """(line, package) of each import of one of ``packages`` in a file, which is parsed only if it has such a word."""
+    source = path.read_text(encoding="utf-8")
+    if not any(package in source for package in packages):
+        return []
+    return [(line, package) for line, package in imported_packages(ast.parse(source)) if package in packages]
 
 
 def imported_packages(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -64,13 +74,15 @@ def offending_imports(files: list[Path]) -> list[str]:
     return [
         f"{path.relative_to(ROOT)}:{line}: imports {package}"
         for path in files
-        for line, package in imported_packages(ast.parse(path.read_text(encoding="utf-8")))
-        if package in FOLDER_OF and not may_import(path, FOLDER_OF[package])
+        for line, package in imports_in(path, FOLDER_OF)
+        if not may_import(path, FOLDER_OF[package])
     ]
 
 
 def offending_words(source: str) -> list[tuple[int, str]]:
     """Identifiers and strings of ``source`` that name a framework."""
+    if not any(name in source.lower() for name in NAMES):
+        return []
     return [
         (line, word) for line, word in words_of_code(ast.parse(source)) if any(name in word.lower() for name in NAMES)
     ]
@@ -101,7 +113,8 @@ def test_checks_of_plans_alone_know_models_by_name() -> None:
     knowing = {
         path.relative_to(PACKAGE / "core").as_posix()
         for path in python_files(PACKAGE / "core")
-        if any(names.search(word) for _, word in words_of_code(ast.parse(path.read_text(encoding="utf-8"))))
+        if names.search(source := path.read_text(encoding="utf-8"))
+        and any(names.search(word) for _, word in words_of_code(ast.parse(source)))
     }
     assert knowing == {"tensor_parallel/checks/known_names.py"}
 
@@ -152,12 +165,7 @@ def test_integrations_import_no_library_before_it_is_used() -> None:
     names = {"transformers"}
     code = "import sys, hyper_parallel.integrations.huggingface; print([n for n in {names!r} if n in sys.modules])"
     assert run_python(code.format(names=sorted({*FOLDER_OF, *names}))) == "[]\n"
-    found = {
-        path.relative_to(PACKAGE).parts[0]
-        for path in python_files(PACKAGE)
-        for _, package in imported_packages(ast.parse(path.read_text(encoding="utf-8")))
-        if package in names
-    }
+    found = {path.relative_to(PACKAGE).parts[0] for path in python_files(PACKAGE) if imports_in(path, names)}
     assert found == {"integrations"}
 
 

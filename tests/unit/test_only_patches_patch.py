@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hyper_parallel"
 
+pytestmark = pytest.mark.usefixtures("unmeasured")
+
 FRAMEWORKS = ("torch", "torch_npu", "mindspore", "transformers")
 #: Install patches: everything that they write is listed in a module patches.py.
 INSTALL = (PACKAGE / "platform" / "patching.py", PACKAGE / "platform" / "places.py")
@@ -123,7 +125,8 @@ def assignments(source: str) -> Iterator[tuple[int, str]]:
         if not i:
             known = names.framework  # functions of a module know the names that it derives
         own_class = any(
-            isinstance(node, ast.FunctionDef) and any(ast.unparse(d) == "classmethod" for d in node.decorator_list)
+            isinstance(node, ast.FunctionDef)
+            and any(isinstance(d, ast.Name) and d.id == "classmethod" for d in node.decorator_list)
             for node in nodes
         )
         for node in nodes:
@@ -132,7 +135,7 @@ def assignments(source: str) -> Iterator[tuple[int, str]]:
                 is_own = isinstance(holder, ast.Name) and holder.id in own
                 attribute = target.attr if isinstance(target, ast.Attribute) else ""
                 is_method = attribute.startswith("__") and attribute.endswith("__") and attribute not in HARMLESS
-                of_a_class = ast.unparse(holder) == "cls" and attribute and not own_class
+                of_a_class = isinstance(holder, ast.Name) and holder.id == "cls" and attribute and not own_class
                 if names.belongs(holder) or (not is_own and (is_method or of_a_class)):
                     yield node.lineno, ast.unparse(target)
             called = node.func if isinstance(node, ast.Call) else None

@@ -28,12 +28,14 @@ from hyper_parallel.platform.mindspore.basics.private import GlobalComm
 from hyper_parallel.platform.mindspore.processes import lost_ranks
 from hyper_parallel.platform.mindspore.processes.stores import (
     SECONDS,
-    destroy_in_turn,
+    connect_until_the_end,
+    listen_for_ends,
     make_store,
     meet,
     seconds_in_collectives,
     set_seconds_in_collectives,
     store_of_msrun,
+    wait_for_ends,
     wait_for_leaving,
 )
 from hyper_parallel.platform.timeout import timeout_seconds
@@ -46,6 +48,8 @@ _TIMEOUT = 300.0
 _AFTER_FAILURE = 5.0
 #: Seconds to wait if the ranks have no store, because the program gave MindSpore its own.
 _MOMENT = 1.0
+#: Seconds that rank 0 waits at its end for the ends of the other ranks.
+_END = 5.0
 
 _known_target: str | None = None
 
@@ -85,10 +89,14 @@ class World:
     failed: bool = False
     lost: lost_ranks.Lost = field(default_factory=dict)
     process: int = field(default_factory=os.getpid)
+    #: Whether this rank has left.
+    left: bool = False
+    #: Socket on rank 0 that tells it when the other ranks have ended. None on other ranks, and under msrun.
+    listener: socket.socket | None = None
 
     def leave(self) -> None:
         """Wait until every rank leaves or is lost: until then it may need messages of this rank."""
-        atexit.unregister(self._end)
+        self.left = True
         if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
             with suppress(RuntimeError):  # a rank is lost
                 self.store = store_of_msrun(self.rank, self.size, self.group, timedelta(seconds=_TIMEOUT))
@@ -98,13 +106,17 @@ class World:
             wait_for_leaving(self.store, self.size, _AFTER_FAILURE if self.failed else seconds_in_collectives())
 
     def leave_at_the_end(self) -> None:
-        """Leave when the program ends, unless this rank has left before."""
+        """Leave when the program ends, unless this rank has left before. Rank 0 ends last."""
         atexit.register(self._end)
 
     def _end(self) -> None:
         # A forked process is no rank. If an exception ends the program, the others lose this rank anyway.
-        if os.getpid() == self.process and getattr(sys, "last_value", None) is None:
+        if os.getpid() != self.process or getattr(sys, "last_value", None) is not None:
+            return
+        if not self.left:
             self.leave()
+        if self.listener is not None:
+            wait_for_ends(self.listener, self.size - 1, _END)
 
 
 class GroupVerbs:
@@ -163,10 +175,7 @@ class GroupVerbs:
             return
         if device_target() == "CPU":
             world.leave()
-        if world.store is None or world.failed:
-            dist.destroy_process_group()  # also destroys the subgroups
-        else:
-            destroy_in_turn(world.store, world.rank, world.size, dist.destroy_process_group)
+        dist.destroy_process_group()  # also destroys the subgroups
         GlobalComm.INITED = False
         self._destroyed = True
 
@@ -296,5 +305,8 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
     group = f"{backend}_world_group"
     # Rank 0 serves the store. If it ended before all have met, the others would hang. They are counted, since the
     # time-out of a collective may be too short for ranks that are still connecting.
+    listener = listen_for_ends(store, address, size) if rank == 0 else None
     meet(store, size, timeout.total_seconds())
-    return World(rank, size, group, store)
+    if rank != 0:
+        connect_until_the_end(store, address)
+    return World(rank, size, group, store, listener=listener)
