@@ -125,6 +125,25 @@ NIGHTLY_ON_SIMULATED_NPU = {
     "test_training_features.py": "features of training loops around the library",
     "test_units_by_choice.py": _UNITS,
 }
+#: Tests that the gate leaves to the nightly run on MindSpore, where each takes seconds: as `NIGHTLY_ON_SIMULATED_NPU`,
+#: or with a row in brackets. Other rows of the same test are run.
+_ROWS = "a further row; other rows are run"
+NIGHTLY_ON_MINDSPORE = {
+    "test_checkpoint.py::test_training_goes_on[even]": _ROWS,
+    "test_checkpoint.py::test_training_goes_on[uneven]": _ROWS,
+    "test_checkpoint.py::test_training_goes_on[buffered]": _ROWS,
+    "test_checkpoint_state.py::test_two_dimensions": "test_checkpoint.py has meshes of two dimensions",
+    "test_checkpoint_state_dict.py::test_to_another_model[even]": _ROWS,
+    "test_checkpoint_state_dict.py::test_to_another_model[tied]": _ROWS,
+    "test_checkpoint_state_dict.py::test_to_another_model[buffered]": _ROWS,
+    "test_expert_training.py::test_training[dp = rest x ep, replicated]": _ROWS,
+    "test_extremes.py::test_ties_share_the_gradient[(2, 2)-min]": _ROWS,
+    "test_extremes.py::test_nan_is_kept[(2, 2)-max]": _ROWS,
+    "test_fully_shard_2d.py::test_block[tensor-uneven]": _ROWS,
+    "test_fully_shard_2d.py::test_three_dimensions[uneven-three]": _ROWS,
+    "test_fully_shard_arguments.py::test_fewer_ranks[2-1-(8, 12)]": _ROWS,
+    "test_fully_shard_arguments.py::test_several_modules[3-None]": _ROWS,
+}
 #: Files of tests/torch that no NPU can run.
 NOT_ON_NPU = {"test_flex_attention.py": "an operator that torch refuses on NPUs"}
 #: Tests that ranks that share a GPU cannot run, since they talk over gloo: name of a file, or of a test in it -> why.
@@ -197,10 +216,14 @@ def left_out() -> set[str]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave the nightly tests to the nightly run. Skip `NEEDS_NCCL` where several ranks share a GPU."""
+    nightly: dict[str, str] = {}
     if PLATFORM == "torch-npu" and preload.is_simulated():
-        for item in items:
-            if _named(item, NIGHTLY_ON_SIMULATED_NPU):
-                item.add_marker(pytest.mark.nightly)
+        nightly = NIGHTLY_ON_SIMULATED_NPU
+    elif PLATFORM == "mindspore":
+        nightly = NIGHTLY_ON_MINDSPORE
+    for item in items:
+        if _named(item, nightly):
+            item.add_marker(pytest.mark.nightly)
     keep_the_gate(config, items)
     if PLATFORM == "torch-cuda" and os.environ.get("HYPER_PARALLEL_TORCH_BACKEND") == "gloo":
         for item in items:
@@ -209,9 +232,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _named(item: pytest.Item, reasons: dict[str, str]) -> str | None:
-    """The reason that a table gives for a test, or for all of its file."""
-    test = f"{item.path.name}::{getattr(item, 'originalname', item.name)}"
-    return reasons.get(test) or reasons.get(item.path.name)
+    """The reason that a table gives for a row of a test, for the test, or for all of its file."""
+    names = (f"{item.path.name}::{name}" for name in (item.name, getattr(item, "originalname", item.name)))
+    return next(filter(None, map(reasons.get, (*names, item.path.name))), None)
 
 
 @pytest.fixture(scope="module")

@@ -141,14 +141,14 @@ def right(mesh: Any) -> None:
             continue
         by_heads = placements == HEADS
         masks = ((2, 4), (None, None), (None, 4), (2, None))
-        for batch, heads in masks[: (4 if by_heads else 2) if many else 2 if by_heads else 1]:
+        for batch, heads in masks[: (4 if by_heads else 2) if many else 1]:
             mask = mask_of(batch, heads)
             compare(mesh, placements, operands(), f"mask, {what}", block_mask=mask, score_mod=by_numbers)
         if not by_heads and not many:
             continue
         compare(mesh, placements, operands(), f"sums, {what}", score_mod=by_numbers, return_lse=True)
         statistics = AuxRequest(lse=True, max_scores=True), AuxRequest(lse=True), AuxRequest(max_scores=True)
-        for asked in statistics[: 3 if by_heads else 1]:
+        for asked in statistics[: 3 if by_heads and many else 1]:
             compare(mesh, placements, operands(), f"{asked}, {what}", block_mask=mask_of(2, 4), return_aux=asked)
         grouped = {"enable_gqa": True, "score_mod": by_numbers, "block_mask": mask_of(2, 8)}
         for kv_heads in ((4, 1) if many else (4,)) if by_heads else (2,):
@@ -160,6 +160,8 @@ def uneven(mesh: Any) -> None:
     """Fewer heads or samples than ranks, or no multiple of them; rank 1 of 2 has none of 1."""
     for count in (3, 1):
         for placements, sizes in ((HEADS, (2, count)), (BATCH, (count, 2))):
+            if (count, placements) == (3, BATCH) and not everything():
+                continue
             what = f"{sizes} placed {placements}"
             given = operands(*sizes)
             asked = AuxRequest(lse=True, max_scores=True)
@@ -272,9 +274,9 @@ def read_by_functions(mesh: Any) -> None:
         "method": lambda x: held(x).method,
         "inside a module of the plan": lambda x: held(x).inside(),
     }
-    for name in makes if everything() else ("closure", "list", "method", "inside a module of the plan"):
+    for name in makes if everything() else ("list", "method", "inside a module of the plan"):
         make = makes[name]
-        for placements in (HEADS, BATCH) if name in ("closure", "method") else (HEADS,):
+        for placements in (HEADS, BATCH) if name == "method" or (name == "closure" and everything()) else (HEADS,):
             compare(mesh, placements, operands(), f"{name} {placements}", [rows], make=make)
     compare(mesh, HEADS, operands(1, 1), "one head", [rows[:1].clone()], make=table)
     two = lambda x, y: lambda score, b, h, q, kv: score * x[h] + y[q, kv]  # noqa: E731
