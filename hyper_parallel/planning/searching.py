@@ -209,9 +209,9 @@ def search(
             mesh = {"dp": dp // own, "ep": own, "tp": tp} if experts else {"dp": dp, "tp": tp}
             try:
                 if dp % own:
-                    raise ValueError(f"experts over {own} ranks of data parallelism, which has {dp}")
+                    raise ValueError(f"{dp} data-parallel ranks do not divide into groups of {own} for experts")
                 if ranks // tp % cp:
-                    raise ValueError(f"sequences over {cp} ranks, of {ranks // tp}")
+                    raise ValueError(f"{ranks // tp} ranks do not divide into groups of {cp} for sequences")
                 if sequences and cp > 1:
                     mesh, plan = {"dp": dp, "cp": cp, "tp": tp}, _with_sequences(plan, sequences)
                 runs = [

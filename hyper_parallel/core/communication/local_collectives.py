@@ -103,6 +103,7 @@ def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
     if not fits:
         raise ValueError(
             f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
-            f"{tuple(part.shape)} placed {list(part.placements)}: concatenating or splitting the local tensors along "
-            f"dimension 0 is not the same operation on the global tensors. Pass to_local() of both to {name}"
+            f"{tuple(part.shape)} placed {list(part.placements)}: it would concatenate or split the local tensors "
+            "along dimension 0, which does not concatenate or split the global tensors. Pass to_local() of both to "
+            f"{name}"
         )

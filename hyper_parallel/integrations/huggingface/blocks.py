@@ -133,7 +133,7 @@ def _biased_experts(block: Any, ranks: int) -> BlockPlan:
     if block.intermediate_size % ranks:
         raise ValueError(
             f"{type(block).__name__} has {block.intermediate_size} features inside each expert, which do not divide "
-            f"over {ranks} ranks: use a mesh whose size divides the features, or shard by whole experts with "
+            f"over {ranks} ranks: use a mesh whose size divides the features, or give each rank complete experts with "
             "expert_parallel=True"
         )
     return {

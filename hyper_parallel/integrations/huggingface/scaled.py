@@ -62,8 +62,8 @@ class ScaledExpertParallel(ExpertParallel):
         given = [*args, *kwargs.values()]
         if any(isinstance(x, DTensor) for x in given):
             raise ValueError(
-                f"{module_label(module)} is called with a DTensor, whose shards cut the rows of experts: pass a plain "
-                "batch on each rank"
+                f"{module_label(module)} is called with a DTensor, whose shards would divide the rows of one expert "
+                "between ranks: pass a plain batch on each rank"
             )
         if len(given) != 1 or len(platform.shape_of(given[0])) != 2 or platform.shape_of(given[0])[0] % count:
             return super()._run(module, forward, args, kwargs, mesh, tp, count)  # which refuses it on all ranks

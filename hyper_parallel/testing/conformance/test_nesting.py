@@ -1,6 +1,7 @@
-"""Tensors whose dimension several mesh dimensions cut in another order than theirs: a part of a part is a part.
+"""Tensors with one dimension that several mesh dimensions shard in another order than their own.
 
-Tensor parallelism cuts first, data parallelism cuts the rest: on a mesh ("dp", "tp") from right to left.
+Tensor parallelism shards first, and data parallelism shards each shard further: on a mesh ("dp", "tp") from right to
+left.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def packed(shape: tuple[int, ...]) -> Any:
 
 
 def parts_of_parts(mesh: Any, over: tuple[str, ...], shapes: list[tuple[int, ...]]) -> None:
-    """A nested layout is that of distributing each rank's part once more."""
+    """Check that a nested layout equals distributing each rank's shard once more."""
     adapter, rng = get_adapter(), np.random.default_rng(3)
     inner_mesh, outer_mesh = mesh["tp"], mesh[over]
     for shape in shapes:
@@ -99,7 +100,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("shape", [(8, 12), (5, 7), (3, 2)], ids=str)
 def test_order_of_cuts(pool: Any, shape: tuple[int, ...]) -> None:
-    """Value, gradient and placements of redistributions from and to an order that is not the natural one."""
+    """Check value, gradient and placements of redistributions between the natural order of shards and other orders."""
     pool.run(4, transitions, (2, 2), shape, PAIRS)
     sizes = packed(shape)
     nested = [((StridedShard(0, 2), sizes), (R, R)), ((P, sizes), (StridedShard(0, 2), sizes))]

@@ -55,6 +55,6 @@ def _refusal(path: str, style: ParallelStyle, module: Any, reason: str, what: st
     dim = getattr(style, "sequence_dim", None)
     layouts = "" if dim is None else f"input_layout=Shard({dim}), output_layout=Shard({dim})"
     return ValueError(
-        f"the plan gives {path or 'the module'!r} {type(style).__name__}, and in a {type(module).__name__} {reason}: "
-        f"give {what} NoParallel({layouts}), which computes the module in full on every rank"
+        f"the plan has {type(style).__name__} for {path or 'the module'!r}, but in a {type(module).__name__} {reason}: "
+        f"use NoParallel({layouts}) for {what}, which computes the module in full on every rank"
     )

@@ -114,8 +114,8 @@ def convert_part(
         (placed,) = y.placements
         if mesh.size() > 1 and any(p.is_shard() and placed.is_shard(p.dim) for p in split.outside.placements):
             raise ValueError(
-                f"{what} is placed {list(split.outside.placements)} on {split.outside.mesh}, and the style would "
-                f"return a plain shard, placed {[placed]} on {mesh}, of a dimension that the batch shards already. "
+                f"{what} is placed {list(split.outside.placements)} on {split.outside.mesh}, and the style also places "
+                f"it {[placed]} on {mesh}: both shard one dimension, which a plain tensor cannot express. "
                 "Set use_local_output=False (use_local_input for inputs of PrepareModuleInputOutput) to get DTensors, "
                 "or shard another dimension"
             )
@@ -191,9 +191,9 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
     split = _SPLITS[x._layout, mesh]
     if split is None or split.outside.mesh is not batch.mesh or any(p.is_partial() for p in split.outside.placements):
         raise ValueError(
-            f"an input of {name} is placed {list(x.placements)} on {x.device_mesh}, but another input is placed "
-            f"{list(batch.placements)} on {batch.mesh}: redistribute the input, x.redistribute(mesh, [Shard(0)]) or "
-            "[Replicate()]"
+            f"{name} got inputs on different meshes: one is placed {list(batch.placements)} on {batch.mesh}, another "
+            f"{list(x.placements)} on {x.device_mesh}. Redistribute the latter to the mesh of the former, "
+            "x.redistribute(mesh, [Shard(0)]) or [Replicate()]"
         )
     outside, own = split
     of_batch = outside.placements == batch.placements
@@ -296,9 +296,9 @@ def _whole(y: Any, outside: Layout, mesh: DeviceMesh, what: str) -> Any:
     ):
         where = f"is on {y.device_mesh}" if distributed else "is a plain tensor"
         raise ValueError(
-            f"{what}, of shape {tuple(shape)}, {where}, and is not a shard of the batch of shape "
-            f"{tuple(outside.shape)}, placed {list(outside.placements)} on {outside.mesh}. This rank's shard of the "
-            f"batch has shape {tuple(outside.local_shape)}. Return a plain tensor or a DTensor on {mesh} with the "
+            f"{what}, of shape {tuple(shape)}, {where}, and does not have this rank's samples: its shard of the batch "
+            f"has shape {tuple(outside.local_shape)} (the batch of shape {tuple(outside.shape)} is placed "
+            f"{list(outside.placements)} on {outside.mesh}). Return a plain tensor or a DTensor on {mesh} with the "
             "same batch dimension, or call the module with plain tensors"
         )
     for dim in dims:

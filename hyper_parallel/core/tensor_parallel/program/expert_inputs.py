@@ -153,9 +153,9 @@ def _placement(dim: DeviceMesh, mesh: DeviceMesh, name: str) -> Placement:
     if all(one is None or dim.is_beside(one) for one in over):
         return Replicate()
     raise ValueError(
-        f"{name} is called with DTensors on {dim}, but the gradients of its experts, on {mesh}, are not summed over "
-        f"all ranks of {dim}. Apply fully_shard or replicate to {name} over the other dimensions, or pass DTensors on "
-        f"{mesh}"
+        f"{name} is called with DTensors on {dim}, but its experts are on {mesh}, so their gradients would not be "
+        f"summed over all ranks of the input. Apply fully_shard or replicate to {name} over the dimensions that "
+        f"{mesh} lacks, or pass DTensors on {mesh}"
     )
 
 

@@ -164,7 +164,10 @@ class ExpertParallel(ModuleStyle):
             return None
         root = mesh.get_root_mesh()
         if self.tp_dim not in (root.mesh_dim_names or ()):
-            raise ValueError(f"{self!r} is applied to {mesh}, a part of {root}, which has no dimension {self.tp_dim!r}")
+            raise ValueError(
+                f"{self!r} is applied to a slice of {root}, which has no dimension {self.tp_dim!r}: pass the name of "
+                "one of its dimensions as tp_dim"
+            )
         tp = root[self.tp_dim]
         if self.inside is None and not mesh.spans(tp):
             raise ValueError(

@@ -155,7 +155,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         )
     if isinstance(owner, GraphCell) and owner.original is not None and name == "_cells":
         # The `_cells` of the stand-in has other names.
-        raise graph_error(what, Refused(owner.original, NotTracedError("its table of cells is read")), _ABOUT)
+        raise graph_error(what, Refused(owner.original, NotTracedError("its table of submodules is read")), _ABOUT)
     if isinstance(owner, GraphCell) and owner.original is not None and not hasattr(owner, name):
         owner = owner.original
         namespace = ClassMemberNamespace(owner)
@@ -213,7 +213,7 @@ def _with_stand_ins(answer: Any) -> Any:
         found = _changed(answer)
         return answer if found is None else type(answer)(found)
     if type(answer) is dict and any(map(has_stand_in, answer.values())):
-        raise NotTracedError("modules with styles in a dict")
+        raise NotTracedError("it is a dict of modules with styles")
     return answer
 
 

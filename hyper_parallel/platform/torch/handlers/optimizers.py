@@ -292,7 +292,7 @@ class _LocalStep:
     def _plain(self, x: Any) -> Any:
         """Return the plain tensor with the same data, cached on the DTensor."""
         if type(x) is not self.tensor_class:
-            raise KeyError("a plain tensor in the state of an optimizer: it is distributed before the step")
+            raise KeyError("the optimizer's state holds a plain tensor, which must be distributed first")
         # It shares data and version, and has no reference to the DTensor, so there is no cycle.
         x._plain = x.detach()
         return x._plain
