@@ -37,12 +37,12 @@ class Gather(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-gather outside autograd, which concatenates shards in rank order."""
+        """Return the all-gathered tensor, outside autograd. It concatenates the shards in rank order."""
         return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
     @cached_property
     def for_parts(self) -> Gather:
-        """The same step for consumers that return a partial cotangent."""
+        """Return the same step for consumers that return a partial cotangent."""
         return GatherForParts(
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )
@@ -56,7 +56,7 @@ class Gather(Move):
 
     @cached_property
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """A bound function that gathers for both kinds of consumers.
+        """Return a function that gathers a shard for both kinds of consumers.
 
         It returns three tensors. The first is the full tensor for consumers that return the full cotangent. The second
         is the full tensor for consumers that return a partial cotangent, or None if it would be expensive. The third is
@@ -143,7 +143,7 @@ class AllToAll(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-to-all outside autograd, with shards in rank order."""
+        """Return the result of the all-to-all, outside autograd. The exchanged shards are in rank order."""
         dims = self.source.dim, self.target.dim
         return collectives.bind_all_to_all(self.mesh, self.mesh_dim, *dims, self.source_sizes, self.target_sizes)
 
@@ -159,7 +159,7 @@ class ReduceScatter(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The reduce-scatter outside autograd, with shards in rank order."""
+        """Return this rank's shard of the reduce-scatter, outside autograd. Shards are in rank order."""
         op = self.source.reduce_op
         return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes, op)
 

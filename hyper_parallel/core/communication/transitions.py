@@ -3,7 +3,8 @@
 A step is a function of a local tensor. Its class defines the effect on local data (``forward``) and the step of the
 cotangent (``back``). The latter is differentiable, so that gradients of gradients are right. All steps follow one
 contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` a shard of the
-gradient. For `Partial`, each summand receives the full gradient. The steps from and to shards are in `shard_steps`.
+gradient. For `Partial`, each rank's value receives the full gradient. The steps from and to shards are in
+`shard_steps`.
 
 ====================  ====================  =========================  =======================
 step                  in `STEPS`            placements                 forward
@@ -99,7 +100,7 @@ class ConvertCotangent(_View):
 
 
 class IdentityReduceGrad(_View):
-    """Identity whose backward all-reduces over ``mesh_dims``, for consumers whose cotangents are summands. Instances
+    """Identity whose backward all-reduces over ``mesh_dims``, for consumers whose cotangents are partial. Instances
     come from `identity_reduce_grad`."""
 
     verb = "read_for_parts"
@@ -288,8 +289,8 @@ class OneSummand(Move):
 
 
 class SummandGradient(_View, Move):
-    """Conversion of the gradient of summands into the gradient of their replicated sum. Values computed from it count
-    once (see `AllReduce.back`)."""
+    """Conversion of the gradient of a partial tensor into the gradient of its replicated sum. Values computed from it
+    count once (see `AllReduce.back`)."""
 
     verb = "summand_gradient"
 
@@ -349,7 +350,7 @@ def to_owner(gradient: Any, layout: Layout) -> Any:
 
 
 def to_summands(gradient: Any, layout: Layout) -> Any:
-    """Return a DTensor's gradient converted for its summands (see `platform.contract.Core.to_summands`). Each rank uses
-    it in a different computation."""
+    """Return a DTensor's gradient converted for its local partial tensors (see `platform.contract.Core.to_summands`).
+    Each rank uses it in a different computation."""
     dims = layout.summed_mesh_dims
     return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

@@ -115,7 +115,8 @@ class Steps:
 
 
 class _Place:
-    """A node in the tree of histories: the events that have followed, each with its next node. Mostly there is one."""
+    """A node in the tree of histories. It stores the events that have followed, usually one, each with its next
+    node."""
 
     __slots__ = ("event", "next", "others")
 

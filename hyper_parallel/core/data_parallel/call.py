@@ -28,7 +28,7 @@ class RecordedCall:
         self.again = False
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
-        """Return the anchors for results of ``dtype``, converted if conversion costs nothing."""
+        """Return the anchors for results of ``dtype``. They are converted if that costs nothing."""
         return self.anchors
 
 

@@ -243,7 +243,8 @@ class Model:
             call.check_whole(unit.what)
 
     def one_less_awaited(self, unit: UnitParameters) -> None:
-        """Count down by the cotangents of one buffer, or of the input. After the last ones the unit is closed."""
+        """Record that the cotangents of one buffer, or of the input, have arrived. Close the unit after the last
+        ones."""
         if unit.is_last_awaited() and (running := self.this_pass()) is not None:
             running.left(unit)
 

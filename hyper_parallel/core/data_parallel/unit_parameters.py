@@ -295,7 +295,7 @@ class UnitParameters:
                     buffer.shrink(mesh)
 
     def drop_parts(self) -> None:
-        """Discard the parts that `shrink` has saved."""
+        """Discard the parts of the unsharded parameters that `shrink` has saved."""
         for buffer in self.buffers:
             buffer.part = None
 
@@ -349,7 +349,7 @@ class UnitParameters:
         self.show(leaves, call.parameters)
 
     def is_last_awaited(self) -> bool:
-        """Count the cotangents of one buffer, or of the input; return whether they were the last."""
+        """Record the arrival of the cotangents of one buffer, or of the input. Return whether they were the last."""
         self._awaited -= 1
         return self._awaited == 0
 

@@ -233,7 +233,7 @@ class PartsInContext(_Parts):
 
 
 class Earlier:
-    """Findings of the earlier calls of a module.
+    """State from earlier calls of attention in a module with the style `ContextParallel`.
 
     Attributes:
         compared: the calls that ranks have compared, by number inside of the module.
@@ -276,9 +276,9 @@ class PartsOfModule(_Parts):
         return y
 
     def gathered(self, q: Any, k: Any, v: Any, dropout: float) -> tuple[Any, Any, np.ndarray]:
-        """Whole keys and values, in the order of the sequence, and the positions of this rank's queries.
+        """Return the full keys and values, in the order of the sequence, and the positions of this rank's queries.
 
-        For attention that a module computes itself. Gradients of keys and values are sums over the ranks.
+        It serves modules that compute attention themselves. Gradients of keys and values are summed over the ranks.
         """
         shapes = [tuple(x.shape) for x in (q, k, v)]
         ranges = self._ranges(shapes, lambda: self._facts(shapes, q, None, dropout))
@@ -292,7 +292,10 @@ class PartsOfModule(_Parts):
         return k, v, np.concatenate([np.arange(start, start + n) for start, n in own])
 
     def _key(self, call: Any, q: Any, k: Any, v: Any) -> tuple | None:
-        """All that decides how a call of plain tensors runs, besides their values; None for other calls."""
+        """Return the cache key of a call on plain tensors: all facts, except values, that determine how it runs.
+
+        Return None for other calls.
+        """
         options, platform = getattr(call, "options", None), self.platform
         if options is None or isinstance(q, DTensor) or platform.sends_nothing or platform.is_compiling():
             return None

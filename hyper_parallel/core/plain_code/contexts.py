@@ -19,7 +19,7 @@ __all__ = ["follow", "looking", "marked_like", "platform_of", "unmarked"]
 
 @contextmanager
 def follow(model: Any, platform: Platform) -> Iterator[Following]:
-    """Follow the program inside this context.
+    """Report the program's operations on plain tensors to ``following`` inside this context.
 
     Raises:
         TypeError: if the backend cannot follow programs.
@@ -44,7 +44,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Suspend following inside this context, for operations of the library, such as reads of values for a report."""
+    """Suspend following inside this context, for the library's own operations, such as reading values for a report."""
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is not None:
         following.paused += 1

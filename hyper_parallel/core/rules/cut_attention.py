@@ -98,7 +98,7 @@ _WAYS: Cache = Cache(1 << 10, "ways of attention over cut sequences")
 
 
 def run_again(way: _Way, platform: Any, native: Callable[..., Any], q: Any, k: Any, v: Any) -> Any:
-    """Attention of local tensors like those of a call before, without a mask.
+    """Return attention without a mask, by the algorithm of an earlier call with tensors of the same shapes.
 
     Args:
         way: of `LATEST_WAY`.

@@ -92,7 +92,7 @@ class VocabParallel(ClassSoftmax):
         return (loss if classes.size else self._noting(loss, logits)).reshape(shape)
 
     def nll(self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """Return this rank's summand of the negative log-likelihood of each sample, and of the weights that a mean
+        """Return this rank's partial sums: the negative log-likelihood of each sample, and the weights that a mean
         divides by.
 
         The caller sums the losses over the ranks that share the classes (see `summed`). The weights are summed too if

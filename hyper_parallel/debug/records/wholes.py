@@ -199,7 +199,7 @@ class Tensor:
         return np.asarray(self.record.arrays[rank][start : start + count]).reshape(shape)
 
     def _of_boxes(self, ranks: Sequence[int]) -> Whole:
-        """Return the tensor whose known boxes the ranks hold. Values of several ranks for one box are summands."""
+        """Return the tensor whose known boxes the ranks hold. Values of several ranks for one box are partial sums."""
         entries = [self.parts[rank] for rank in ranks]
         shape = entries[0].whole or ()
         grid = tuple(grid_of(shape, self.record.largest))
@@ -245,7 +245,7 @@ class Tensor:
                 )
 
     def _letters(self, array: np.ndarray, dim: int) -> list[str]:
-        """Return possible placements of parts along a mesh dimension. Equal parts cannot be summands."""
+        """Return possible placements of parts along a mesh dimension. Equal parts cannot be partial sums."""
         rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
         same = all(
             a is not None

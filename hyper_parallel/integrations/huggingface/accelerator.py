@@ -79,7 +79,7 @@ def parallelize_accelerator(
 
 
 def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
-    """The mesh that is given, or the mesh of the sizes in a ``ParallelismConfig``: the given one or the accelerator's.
+    """Return the given mesh, or the mesh of a ``ParallelismConfig``: of the given one, or of the accelerator's.
 
     Raises:
         ValueError: for an accelerator with a ``parallelism_config`` where a mesh is given as well.
@@ -105,7 +105,7 @@ def attach(accelerator: Any, division: Division) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Check that an accelerator can be divided.
+    """Raise ValueError or TypeError if the ranks of an accelerator cannot share models.
 
     Raises:
         TypeError, ValueError: as `parallelize_accelerator`.

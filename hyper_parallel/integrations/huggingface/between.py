@@ -29,7 +29,7 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
     """Complete the gradients of modules between a column-wise and a row-wise projection.
 
     A module there whose parameters are single numbers gets a style that reduces their gradients. Each rank computes a
-    summand of these. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
+    partial gradient. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
     the hidden states, which are replicated.
 
     Args:

@@ -117,7 +117,7 @@ class ColumnsOfHeads(ColwiseParallel):
 class RowsReadByParts(RowwiseParallel):
     """`RowwiseParallel` whose replicated output is read by code that computes only some channels.
 
-    So each rank computes a summand of the cotangent of the output, and backward has one more all-reduce.
+    So the cotangent of the output is partial, and backward has one more all-reduce.
     """
 
     partial_output_features = -1

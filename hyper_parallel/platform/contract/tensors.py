@@ -69,9 +69,9 @@ class TensorRole(ABC):
         stays the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
-        """Return ``how()``, which reports writes to the plain tensor ``x`` since this call. Called before the native
-        ``operation`` gets ``x``. The report is ``""`` for no write, ``"recorded"`` for a change that gradients pass
-        through, else ``"values"``. Unless a framework counts writes, values are compared."""
+        """Return ``how()``, which reports how the native ``operation`` has changed the plain tensor ``x``. Called
+        before the operation. The report is ``""`` for no write, ``"recorded"`` for a write that autograd recorded, else
+        ``"values"``. If a framework does not count writes, values are compared."""
         before = self.bytes_of(self.detach(x))
         return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"
 

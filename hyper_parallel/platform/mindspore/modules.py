@@ -28,7 +28,7 @@ __all__ = ["ModuleVerbs"]
 
 
 class ModuleVerbs:
-    """Groups "types and checks" and "modules" of the contract."""
+    """MindSpore's implementation of `ModuleRole`."""
 
     Tensor = Tensor
     Parameter = Parameter

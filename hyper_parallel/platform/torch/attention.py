@@ -105,7 +105,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _lowered(x: Any) -> Any:
-    """A tensor or None in the dtype of autocast."""
+    """Return a tensor in the dtype of autocast, or None for None."""
     if x is None or not x.is_floating_point() or x.dtype is torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))

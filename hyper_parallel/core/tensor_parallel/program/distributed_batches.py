@@ -239,7 +239,8 @@ def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
 
 
 def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int]) -> Any:
-    """Return ``local``, or with a placement ``own`` a DTensor on ``mesh`` of which it is the local tensor."""
+    """Return ``local``, or the DTensor on ``mesh`` with this local tensor and the placement ``own``, if that is not
+    None."""
     return local if own is None else DTensor._of_part(local, get_layout(mesh, (own,), shape))
 
 

@@ -102,7 +102,7 @@ def parts_of_whole(args: tuple, kwargs: dict, mesh: DeviceMesh, count: int) -> I
 def whole_for_summands(args: tuple, kwargs: dict, mesh: DeviceMesh) -> Inputs:
     """Return replicated plain arguments for ranks that each compute a partial result.
 
-    Results are all-reduced in forward, gradients of the arguments in backward.
+    Results are all-reduced in forward, and gradients of the arguments in backward.
 
     Args:
         args, kwargs: the arguments.

@@ -151,7 +151,10 @@ def _zeros(
 
 
 def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Return zeros without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
+    """Return zeros without inputs in the graph.
+
+    They have none on ranks with elements either. So collectives of backward run on all ranks or on none.
+    """
     return _zeros(op, func, operands, static_args, ())
 
 
@@ -190,13 +193,13 @@ def _nothing_written(x: Tensor) -> Tensor:
 
 
 def _dropout(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Draw numbers anyway, so that the generators of the ranks stay in step."""
+    """Draw random numbers for an empty shard too, so that the generators of all ranks stay in the same state."""
     op.call(func, (ops.ones((1,), ms.float32),), static_args)
     return nothing_taken(op, func, operands, static_args)
 
 
 def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Return a copy of the first operand, to which nothing is written."""
+    """Return a copy of the first operand, which is the result of a write that changes nothing."""
     x = operands[0]
     if 0 in x.shape:
         return nothing_taken(op, func, operands, static_args)

@@ -55,7 +55,7 @@ def copied(x: Tensor) -> Tensor:
 
 
 class CollectiveVerbs:
-    """Group "collectives" of the contract."""
+    """MindSpore's implementation of `CollectiveRole`."""
 
     #: Method of `GroupVerbs`.
     check_group: Callable[[Any], None]

@@ -106,8 +106,8 @@ class Moves:
         return y
 
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
-        """Return the unsharded ``x``, for a consumer that returns a summand of its cotangent. `take` made ``x`` of
-        ``given``. Consumers of the same ``given`` share one collective."""
+        """Return the unsharded ``x``, for a consumer that returns a partial cotangent. `take` made ``x`` of ``given``.
+        Consumers of the same ``given`` share one collective."""
         shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
         if not shares:
             return self.bring(x, cut, None, for_parts=True)

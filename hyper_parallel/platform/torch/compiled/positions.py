@@ -1,7 +1,7 @@
 """Operations on a `Placed` that treat each position separately: the operations of a user-defined norm.
 
 Each operation runs on local tensors. A cut that all operands share is the cut of the result. A replicated operand next
-to a sharded one is read for parts: each rank computes a summand of its gradient. The rest is left to eager mode.
+to a sharded one gets a partial gradient on each rank. The rest is left to eager mode.
 """
 
 from __future__ import annotations
