@@ -116,7 +116,7 @@ class IdentityReduceGrad(_View):
 
     @cached_property
     def of_parameter(self) -> TensorFunction:
-        """The bound form for a parameter, which supports `coalesce_gradients` (see `Platform.gradient_view`)."""
+        """The view as a function of a parameter, which supports `coalesce_gradients` (see `Platform.gradient_view`)."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
@@ -209,9 +209,9 @@ class AllReduce(Move):
 
     @cached_property
     def in_place(self) -> TensorFunction:
-        """The bound form of a sum that writes into the tensor itself.
+        """The all-reduce of a sum as a function that writes the result into its operand.
 
-        The tensor must have no other reference, and its operation must not need its value in backward. If the platform
+        The operand must have no other reference, and its operation must not need its value in backward. If the platform
         has hooks, there is no node in the graph.
         """
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER

@@ -57,7 +57,7 @@ def looking() -> Iterator[None]:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Leave plain tensors from DTensors unmarked, for programs that shard tensors themselves, such as sequences.
+    """Do not follow plain tensors from DTensors, for programs that shard tensors themselves, such as sequences.
 
     The gradients of parameters are then partial, and the program reduces them as in data parallelism.
     """
@@ -73,7 +73,10 @@ def unmarked() -> Iterator[None]:
 
 
 def marked_like(y: Any, x: Any) -> Any:
-    """Return ``y`` with the marks of ``x``. Both have the same placements, and may differ in unsharded dimensions."""
+    """Return ``y`` with the recorded placements of ``x``.
+
+    Both have the same placements, and may differ in unsharded dimensions.
+    """
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     found = held(x)
     if following is not None and found is not None and not following._platform.in_backward():

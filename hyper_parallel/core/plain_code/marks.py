@@ -1,7 +1,7 @@
-"""Marks: how a plain tensor is placed on each mesh dimension, stored on the tensor while a program is followed.
+"""Marks: records of how a plain tensor is placed on each mesh dimension, for a program that is followed.
 
-A tensor without a mark is replicated. After an ambiguous view a tensor has several possible marks. Later operations
-drop the marks for which they would be wrong.
+A mark is stored on its tensor. A tensor without a mark is replicated. After an ambiguous view a tensor has several
+possible marks. Later operations drop the marks for which they would be wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Joined:
-    """Marks of a tensor that was joined from pieces with different marks. Splitting it restores the marks.
+    """Marks of a tensor that was concatenated from pieces with different marks. Splitting it restores the marks.
 
     Attributes:
         dim: the joined dimension, not negative.

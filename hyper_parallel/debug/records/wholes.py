@@ -223,7 +223,10 @@ class Tensor:
         return Whole(tuple(shape), grid, values, squares, not_finite, sums if sums.size else None)
 
     def _folded(self, ones: Sequence[Whole | None], shape: Sequence[int], placements: Sequence[str]) -> Iterator[Whole]:
-        """Yield the candidates for parts on a mesh of ``shape``, which the last mesh dimension shards last."""
+        """Yield the possible full tensors for the ranks' parts on a mesh of ``shape``.
+
+        The last mesh dimension shards last.
+        """
         options = []
         array = np.empty(len(ones), object)
         array[:] = list(ones)

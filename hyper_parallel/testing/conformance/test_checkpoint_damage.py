@@ -51,12 +51,12 @@ def state_of(mesh: Any, scale: int = 1) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- how to damage a checkpoint
 def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a damage that changes the parsed index."""
+    """Return a function that changes the parsed index."""
     return lambda path: change_index(path, change)
 
 
 def put(*keys: Any) -> Callable[[Path], None]:
-    """Return a damage that sets an entry of the index. The last of ``keys`` is the value, and the others are its
+    """Return a function that sets an entry of the index. The last of ``keys`` is the value, and the others are its
     path."""
     *way, last, value = keys
 
@@ -69,7 +69,7 @@ def put(*keys: Any) -> Callable[[Path], None]:
 
 
 def without(*keys: Any) -> Callable[[Path], None]:
-    """Return a damage that removes an entry of the index."""
+    """Return a function that removes an entry of the index."""
     *way, last = keys
 
     def change(content: Any) -> None:
@@ -81,12 +81,12 @@ def without(*keys: Any) -> Callable[[Path], None]:
 
 
 def text(content: bytes, file: str = "index.json") -> Callable[[Path], None]:
-    """Return a damage that replaces the content of a file."""
+    """Return a function that replaces the content of a file."""
     return lambda path: (path / file).write_bytes(content) and None  # type: ignore[func-returns-value]
 
 
 def other(old: str, new: str) -> Callable[[Path], None]:
-    """Return a damage that replaces some text in the index."""
+    """Return a function that replaces some text in the index."""
 
     def damage(path: Path) -> None:
         content = (path / "index.json").read_text()
@@ -97,12 +97,12 @@ def other(old: str, new: str) -> Callable[[Path], None]:
 
 
 def cut(file: str, count: int) -> Callable[[Path], None]:
-    """Return a damage that removes bytes at the end of a file."""
+    """Return a function that removes bytes at the end of a file."""
     return lambda path: (path / file).write_bytes((path / file).read_bytes()[:-count]) and None  # type: ignore[func-returns-value]
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a damage that changes the header of the first file of tensors, but not its size."""
+    """Return a function that changes the header of the first file of tensors, but not its size."""
 
     def damage(path: Path) -> None:
         content = (path / FIRST).read_bytes()
@@ -118,7 +118,7 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def entry(name: str, key: str, value: Any) -> Callable[[Path], None]:
-    """Return a damage that changes an entry of a header."""
+    """Return a function that changes an entry of a header."""
     return header(lambda parsed: parsed[name].__setitem__(key, value))
 
 
@@ -133,14 +133,14 @@ def swap(path: Path) -> None:
 
 
 def flip(path: Path, file: str) -> None:
-    """Return a damage that flips one bit of the data."""
+    """Return a function that flips one bit of the data."""
     content = bytearray((path / file).read_bytes())
     content[-1] ^= 1
     (path / file).write_bytes(content)
 
 
 def replaced_by(name: str) -> Callable[[Path], None]:
-    """Return a damage that puts a file in place of a directory, or a directory in place of a file."""
+    """Return a function that puts a file in place of a directory, or a directory in place of a file."""
 
     def damage(path: Path) -> None:
         target = path / name if name else path
@@ -151,7 +151,7 @@ def replaced_by(name: str) -> Callable[[Path], None]:
 
 
 def foreign(*names: str) -> Callable[[Path], None]:
-    """Return a damage that replaces the directory with one that has only files of these names."""
+    """Return a function that replaces the directory with one that has only files of these names."""
 
     def damage(path: Path) -> None:
         shutil.rmtree(path)

@@ -204,7 +204,7 @@ def trained_on_two(name: str, in_parts: bool) -> None:
 
 @pytest.mark.parametrize("name", in_gate(TWICE, ("equal", "two of data", "several as one")))
 def test_plan_on_one_mesh_and_data_on_another(pool: Any, name: str) -> None:
-    """Check two meshes that one was unflattened into, as in torchtitan.
+    """Check a plan and `fully_shard` on two meshes that were unflattened from one mesh, as in torchtitan.
 
     Dimensions with the same ranks in the same order count as one dimension.
     """

@@ -28,7 +28,7 @@ def call_native(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def as_called(canonical: str, takes: str, facts: Facts, native: Native = call_native) -> NativeOp:
-    """Return a row of the canonical operation.
+    """Return an op-table row for the canonical operation.
 
     Args:
         canonical: name of the operation.

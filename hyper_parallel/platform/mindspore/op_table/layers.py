@@ -35,7 +35,7 @@ def labelled(
     shapes: Callable[[Given], tuple] | None = None,
     fresh: bool = False,
 ) -> NativeOp:
-    """Return a row of the operation ``labelled``.
+    """Return an op-table row for the operation ``labelled``.
 
     Args:
         text: arguments and operands, see `as_called`.
@@ -72,7 +72,7 @@ _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """Return facts that no rule can serve: the signature has one dimension too many for each operand."""
+    """Return the signature and shapes of a call that no rule supports: every operand has one dimension too many."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 
@@ -82,7 +82,7 @@ def _fits(signature: str, shapes: tuple) -> bool:
 
 
 def _repeated(signature: str, results: int) -> str:
-    """Return the signature with its result repeated ``results`` times."""
+    """Return the signature with its result listed ``results`` times."""
     dims, bar, terms = signature.partition("|")
     operands, result = dims.split("->")
     return signature if "," in result else f"{operands}->{','.join([result] * results)}{bar}{terms}"

@@ -235,7 +235,7 @@ native_functions: Any = _take("_C._nn", inspect.ismodule, F)
 
 
 def native(name: str) -> Any:
-    """Return the native function below a function of `torch.nn.functional`, which only handles further arguments.
+    """Return the native function that a function of `torch.nn.functional` calls after handling more arguments.
 
     Returns the function of `torch.nn.functional` itself if there is no native one.
     """

@@ -62,7 +62,7 @@ def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
-    """Return the guards to keep, and one guard for each function of a style."""
+    """Return a frame's guards, with one guard for each style's function in place of those on its values."""
     values: dict[str, Any] = {}
 
     def value(name: str) -> Any:

@@ -47,7 +47,7 @@ def _functions() -> list[Any]:
 
 @handles(*_functions())
 def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the local tensor's answer for the DTensor. A hook after accumulation gets the DTensor itself."""
+    """Return the value of a property or method that is equal for the DTensor and its local tensor."""
     with no_dispatch():
         return func(*args, **kwargs)
 

@@ -72,7 +72,7 @@ def _with_shared_inputs(cls: Any) -> type:
 
 
 def set_compiled_forward(module: nn.Module, how: Program | None) -> None:
-    """See `Platform.set_compiled_forward`."""
+    """Set the forward that torch's compiler traces in place of the styled one; see `Platform.set_compiled_forward`."""
     module.__dict__["_compiled_run"] = make_run(module, how)
     module.__dict__[NUMBER] = str(next(_NUMBERS))
 

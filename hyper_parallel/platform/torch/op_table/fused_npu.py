@@ -19,7 +19,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
+    """Return the op-table rows for npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and
     npu_fusion_attention."""
     attention = NativeOp("fused_attention", _bind_attention, _call_attention)
     rotary = NativeOp("rotary", f"{_TURNED} +rotate=None", call_by_position, words=WORDS, adjust=_not_rotated)

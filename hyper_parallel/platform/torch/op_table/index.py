@@ -19,7 +19,7 @@ NONZERO = NativeOp("nonzero", lambda func, args, kwargs: (args, ()), lambda func
 
 
 def table() -> Table:
-    """Return the rows of getitem, setitem_, gather, index_select and one_hot."""
+    """Return the op-table rows for getitem, setitem_, gather, index_select and one_hot."""
     gather = "x dim index sparse_grad=False"
     return {
         **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, Tensor),

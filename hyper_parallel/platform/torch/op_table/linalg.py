@@ -49,7 +49,7 @@ _TRANSFORMS = {
 
 
 def table() -> Table:
-    """Return the rows of linear algebra and Fourier transforms."""
+    """Return the op-table rows for linear algebra and Fourier transforms."""
     table = {
         **as_called(_OF_ONE, "batched", "A(m,n)", _behind, torch.linalg),
         **as_called(_METHODS, "batched", "input/A(m,n)", _behind, torch, Tensor),
