@@ -1,4 +1,5 @@
-"""Values of arguments, and native calls with them, for the op tables of every backend and for core's binder.
+"""Conversion of arguments, and repeated native calls, for the op tables of all backends and for
+`core.operations.binding`.
 
 This module names no framework.
 """

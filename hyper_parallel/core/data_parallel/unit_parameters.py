@@ -78,7 +78,8 @@ class UnitParameters:
         self._unsummed: list[Any] = []  # `Call.unsummed` of the leaves
 
     def shards(self) -> list[Any]:
-        """Return the parameters; while an all-gather is pending, its shards, which `show` checks. Create buffers."""
+        """Return the parameters and create the buffers; while an all-gather is pending, return the shards that it
+        sends."""
         if self._pending and self._sent is not None:
             return self._sent
         parameters = self.places.parameters()
@@ -322,8 +323,7 @@ class UnitParameters:
         return self.is_freed and bool(self.plan.slots) and self.settings.whole_in_backward
 
     def runs_in_order(self, call: Call) -> bool:
-        """Return whether every reader of an unsharded parameter has run in backward once all cotangents have arrived.
-        Devices have their own order, but a node that reads trained parameters gives each a cotangent."""
+        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
         all_trained = sum(map(len, call.trained)) == len(call.parameters)
         return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
 

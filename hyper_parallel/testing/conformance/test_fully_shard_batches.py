@@ -265,7 +265,7 @@ def test_tensor_parallel_block(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def taken_out(mesh: Any) -> Any:
-    """Check a batch whose only sample is selected, which gathers it, and added back between two styled modules."""
+    """Check a batch of one sample, which is indexed (and so gathered) and unsqueezed between two styled modules."""
     adapter = get_adapter()
 
     def shard(mlp: Any) -> None:
@@ -356,7 +356,7 @@ class Several(ModuleStyle):
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def several(mesh: Any, rows: int) -> None:
-    """Check other inputs and results: a replicated input gets a gradient from each rank's shard of the batch."""
+    """Check a module with several inputs and results. A replicated input gets a gradient from each rank's shard."""
     adapter = get_adapter()
     platform, rng = mesh.platform, np.random.default_rng(4)
     x, scale = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal((1, 8)).astype(np.float32)

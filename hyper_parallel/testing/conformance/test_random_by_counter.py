@@ -93,7 +93,7 @@ def check_factories(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 def runs_on_shards(function: Any, x: Any) -> bool:
-    """Return whether a function has a sharding rule. A function without one is not drawn by counter."""
+    """Return whether a function has a sharding rule. Functions without one are drawn on gathered operands."""
     try:
         with strict():
             function(x)

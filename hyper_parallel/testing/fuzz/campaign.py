@@ -36,13 +36,13 @@ class Outcome:
 
 
 def references(programs: list[Any], family: str) -> list[Any]:
-    """Run this rank's share of the programs on a single device, and return the results; a job. A number is a seed."""
+    """Run this rank's share of the programs on a single device, and return the results. A number stands for a seed."""
     known = FAMILIES[family]
     return [known.on_one_device(known.generate(p) if isinstance(p, int) else p) for p in programs[spmd.rank :: RANKS]]
 
 
 def verdicts(wanted: list[Any], family: str) -> list[Verdict | None]:
-    """Return this rank's verdicts on the distributed programs; a job."""
+    """Return this rank's verdicts on the distributed programs."""
     return [_in_step(FAMILIES[family].run(reference)) for reference in wanted]
 
 

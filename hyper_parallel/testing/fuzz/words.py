@@ -137,7 +137,8 @@ def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """Return a chooser of a dimension whose largest element rounding cannot change; with ``sign`` -1 the smallest."""
+    """Return a function that chooses a dimension whose largest element rounding cannot change; smallest with ``sign``
+    -1."""
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)

@@ -71,7 +71,7 @@ class ExpertCall:
     problem: tuple[int, int, int] = (0, 0, 0)
 
     def local_arguments(self, x: Any, numbers: Sequence[int], platform: Platform) -> dict[Key, Any]:
-        """Return the arguments for the local experts, which get ``numbers`` of the rows ``x``, in order."""
+        """Return the arguments for a call of the local experts. Expert i gets the next ``numbers[i]`` rows of ``x``."""
         given, experts = dict(self.given), self.given[self.experts]
         given[self.tokens] = x
         if self.weights is None:

@@ -84,7 +84,7 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
 
 
 def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
-    """Return the row, made safe for empty operands.
+    """Return the op-table row with a call that is safe for empty operands.
 
     Args:
         op: the row.

@@ -166,7 +166,9 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         return answer
     if has_stand_in(owner) and name == "_replaced_forward":
         raise graph_error(
-            what, Refused(owner, NotTracedError("the parser of graphs did not report a call of it")), _ABOUT
+            what,
+            Refused(owner, NotTracedError("MindSpore calls it in a way that cannot be traced")),
+            _ABOUT,
         )
     # Modules and dicts of names are not searched, because the function uses only a part of them.
     if not isinstance(answer, dict) or isinstance(owner, nn.Cell):

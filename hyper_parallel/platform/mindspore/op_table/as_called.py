@@ -94,7 +94,8 @@ def _found(given: Given, shapes: tuple, native: Native, facts: tuple) -> Any:
 
 
 def _stand_in(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Return unit matrices, which have inverses and factors, or zeros for integers, which may be indices."""
+    """Return small tensors to determine result shapes: unit matrices, because they are invertible; zeros for
+    integers."""
     if dtype in FLOATS and len(shape) > 1 and 0 not in shape:
         return ops.broadcast_to(ops.eye(shape[-2], shape[-1], dtype), shape)
     return ops.zeros(shape, dtype)

@@ -91,8 +91,11 @@ def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> An
 
 @handles(F.embedding_bag)
 def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the reduced bags of rows. The row shards bags of one size by bag, bags of different sizes by feature
-    alone. If rows of the weight are sharded and bags are sums or means, each rank sums its rows."""
+    """Return the reduced bags of rows.
+
+    Bags of one size are sharded by bag; bags of different sizes only by feature. If rows of the weight are sharded and
+    bags are sums or means, each rank sums its rows.
+    """
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:

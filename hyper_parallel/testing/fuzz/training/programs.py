@@ -344,7 +344,8 @@ def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
 
 
 def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[int, ...]]:
-    """Return the blocks that each of four ranks calls: the same units, with any other blocks between them."""
+    """Return the blocks that each of four ranks calls. Blocks in units are the same on all ranks, other blocks
+    differ."""
     in_units = {path.split(".")[0] for unit in at.units for path in unit}
     free = [i for i in range(len(model.blocks)) if f"block{i}" not in in_units]
     orders = []
