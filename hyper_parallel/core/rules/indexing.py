@@ -146,7 +146,7 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 
 @rule("getitem", "x *tensors | index", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``. Dimensions that are selected in full, and dimensions of index tensors, can be sharded.
+    """``x[index]``, where dimensions that are selected in full, and dimensions of index tensors, can be sharded.
 
     If few elements of x are selected, dimensions that index tensors select from can be sharded, too (see `gather`).
     Without index tensors, dimensions that ints and slices select from can be sharded. The result is then the sum over

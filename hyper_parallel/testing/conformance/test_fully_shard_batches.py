@@ -389,7 +389,7 @@ def several(mesh: Any, rows: int) -> None:
     same(got[0], wanted[0][mine], "gradient of the batch", 1e-4)
     same(got[1], wanted[1], "gradient of the replicated input", 1e-4)
     on_tp = distribute_tensor(adapter.tensor(scale), mesh["tp"], [Replicate()], src_data_rank=None)
-    with pytest.raises(ValueError, match=r"an input of .* redistribute the input"):
+    with pytest.raises(ValueError, match=r"inputs on different meshes: .* Redistribute the latter"):
         adapter.call(styled, 3, batch_of(adapter.tensor(x[mine])), on_tp)
 
 

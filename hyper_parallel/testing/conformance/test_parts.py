@@ -116,7 +116,7 @@ def test_wrong_results_of_local_map(pool: Any) -> None:
     assert first[:4] == others[0][:4] == others[1][:4]
     for text in first[:4]:
         assert "RankMismatchError result 0 of local_map(" in text
-        assert "Pass parts with the sizes of distribute_tensor" in text
+        assert "Pass shards with the sizes that distribute_tensor gives" in text
     assert "of shape (4, 2), where rank 0 has (2, 2) (rank 0: (1, 2); rank 1: (1, 2); rank 2: (2, 2))" in first[0]
     assert "TypeError" in first[4] and "ValueError" in first[5]
     assert "is wrong on rank 1: see the error of that rank" in first[6] and "TypeError" in others[0][6]
