@@ -52,8 +52,8 @@ def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.
 
 
 def digests_of(facts: Mapping[str, Any]) -> list[int]:
-    """Return one number for each fact, for an exchange: the value of an integer, and a checksum of any other fact's
-    text."""
+    """Return a number for each fact, to be exchanged: an integer itself, and a checksum of the text of any other
+    fact."""
     return [int(fact) if isinstance(fact, int) else zlib.crc32(str(fact).encode()) for fact in facts.values()]
 
 

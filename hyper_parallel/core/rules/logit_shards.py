@@ -59,7 +59,7 @@ class PartOfClasses:
         return bool(self._weights)
 
     def may_give(self, logits: Any) -> bool:
-        """Return whether plain logits may be the output of the head, or depend on it. Return True for None."""
+        """Return whether plain logits may come from the head. For None, return True."""
         if logits is None:
             return True
         weights = [ref and ref() for ref in self._weights.values()]

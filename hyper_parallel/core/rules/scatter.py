@@ -56,7 +56,7 @@ def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("index_write", "x index(n) source=None | dim how='replace'")
 def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[:, index] = source`` for dim 1, or added, or combined otherwise."""
+    """``x[:, index] = source`` for dim 1, or another combination of x and source, such as their sum."""
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]
     dim = axis(dim, len(x))

@@ -122,7 +122,7 @@ class VocabParallel(ClassSoftmax):
     def _looks(self) -> bool:
         """Return whether the values of targets are checked, which is the case only on the CPU.
 
-        Reading a value makes the host wait for an accelerator. There, a wrong target makes the loss NaN instead.
+        On an accelerator, a check would make the host wait. There an invalid target makes the loss NaN instead.
         """
         return self.platform.device_type == "cpu"
 

@@ -79,7 +79,7 @@ def parallelize_accelerator(
 
 
 def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
-    """Return the given mesh, or the mesh of a ``ParallelismConfig``: of the given one, or of the accelerator's.
+    """Return the given mesh, or the mesh for a ``ParallelismConfig``, which is passed or is the accelerator's.
 
     Raises:
         ValueError: for an accelerator with a ``parallelism_config`` where a mesh is given as well.

@@ -169,7 +169,8 @@ def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Cal
 
 
 def _computed_again(made: Any, construct: Callable) -> Any:
-    """Return the recompute cell of a cell for another ``construct``, because it holds the previous one."""
+    """Return a new recompute cell for another ``construct``, because the present one stores the previous
+    ``construct``."""
     if isinstance(made, nn.Cell):
         return RECOMPUTE.get()(construct)
     options = inspect.getclosurevars(made).nonlocals

@@ -148,7 +148,7 @@ def refusals(mesh: Any) -> None:
     x = get_adapter().tensor(np.ones((4, 4), np.float32))
     with pytest.raises(ValueError, match=r"split_factor of StridedShard.*mesh dimension 0 \('dp'\).*use Shard\(0\)"):
         distribute_tensor(x, mesh, [StridedShard(0, 2), R])
-    with pytest.raises(ValueError, match="must be a product of sizes"):
+    with pytest.raises(ValueError, match="whose sizes multiply to split_factor"):
         distribute_tensor(x, mesh, [S0, S0]).redistribute(placements=[StridedShard(0, 3), S0])
     with pytest.raises(ValueError, match="must be the first placement that shards tensor dimension 0"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [PackedShard(0, 2)], (4, 4))

@@ -110,7 +110,7 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 
 
 def _has_sizes(module: Any, platform: Platform) -> bool:
-    """Return whether a module is a linear layer whose weight has a shape: a lazy layer has none before its first
+    """Return whether a module is a linear layer whose weight has a shape. A lazy layer has none before its first
     call."""
     if not platform.is_linear_module(module):
         return False

@@ -1,4 +1,4 @@
-"""Recurrent layers and fused attention, which a plan can give to every rank whole, and not in parts."""
+"""Check that a plan does not shard recurrent layers and fused attention, which can only be replicated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POSITIONS = "each position needs all others, and one function reads all weights
 
 
 def check_whole(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Refuse a style that gives ranks parts of a module which needs all of its weights or positions.
+    """Raise ValueError for a style that shards a module which needs all of its weights or positions on each rank.
 
     Raises:
         ValueError: for such a style. The message names the module, the reason and the style that computes it in full.

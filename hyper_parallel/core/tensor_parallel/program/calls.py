@@ -1,4 +1,4 @@
-"""Wrappers for calls of styled modules, which report the calls to listeners and followed programs."""
+"""Wrappers for calls of styled modules, which report the calls to listeners and to `check_plain_code`."""
 
 from __future__ import annotations
 

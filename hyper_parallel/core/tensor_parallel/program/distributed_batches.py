@@ -124,7 +124,7 @@ def convert_part(
 
 
 class _Split(NamedTuple):
-    """The layout of a DTensor outside of a style's mesh, and its placement on the style's mesh."""
+    """A DTensor's layout on the mesh dimensions outside of a style's mesh, and its placement on the style's mesh."""
 
     #: Layout on the other mesh dimensions.
     outside: Layout
@@ -156,7 +156,8 @@ _SPLITS: Table = Table(_split, 1 << 12, "layouts outside of the meshes of styles
 
 
 def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
-    """Return the outside layout of the first input that is sharded along all dimensions outside ``mesh``, or None."""
+    """Return the layout, outside ``mesh``, of the first input that is sharded along all dimensions there; None without
+    one."""
     for x in inputs:
         split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) else None
         if split is not None:
@@ -184,7 +185,7 @@ def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
 
 
 def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
-    """Return this rank's part of an input, as a style on ``mesh`` takes it.
+    """Return this rank's shard of an input, in the form in which a style on ``mesh`` takes it.
 
     Every rank uses all of a replicated input with its shard of the batch.
     """
@@ -226,9 +227,9 @@ def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
 
 
 def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
-    """Return the part that `_keep_part` cached for ``x``, or None.
+    """Return the shard that `_keep_part` cached for ``x``, or None.
 
-    The part is used only if ``x`` is sharded outside, and both or neither need a gradient.
+    It is used only if ``x`` is sharded outside of the style's mesh, and both or neither need a gradient.
     """
     platform = mesh.platform
     if not all(isinstance(p, Shard) for p in split.outside.placements):
@@ -250,7 +251,7 @@ def _is_empty(batch: Layout) -> bool:
 
 
 def _samples(batch: Layout, mesh: DeviceMesh) -> BatchPart:
-    """Return which samples of the batch a module with a style on ``mesh`` gets on this rank."""
+    """Return the samples of the batch that a module with a style on ``mesh`` gets on this rank."""
     dim = _batch_dim(batch)
     samples = batch.local_shape[dim]
     return BatchPart(mesh, dim, samples or 1, batch.local_offset[dim] if samples else 0, batch.shape[dim])

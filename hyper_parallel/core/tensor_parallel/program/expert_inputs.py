@@ -24,7 +24,7 @@ __all__ = ["Inputs", "parts_of_batch", "parts_of_whole", "whole_for_summands"]
 
 
 class Inputs(NamedTuple):
-    """Plain arguments of an expert module after a conversion.
+    """Plain arguments of an expert module after a conversion, and the function that converts its result back.
 
     Attributes:
         args, kwargs: the arguments.

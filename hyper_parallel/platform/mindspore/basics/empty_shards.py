@@ -52,8 +52,11 @@ class _Zeros(AutogradFunction):
 
 
 class _Written(AutogradFunction):
-    """A copy of ``x`` after a write that changes no element on this rank. The value has a gradient on other ranks,
-    whose collectives must run here too. Saves nothing, since ``x`` is about to change."""
+    """A copy of ``x`` after a write that changes no element on this rank.
+
+    On other ranks the written value gets a gradient. So this rank must take part in the collectives of its backward.
+    Saves nothing, since ``x`` is about to change.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class _Written(AutogradFunction):
 
 
 def written_nothing(x: Tensor, value: Any) -> Tensor | None:
-    """Return ``x`` after a write that changes none of its elements, if ``value`` gets a gradient; else None."""
+    """Return ``x`` after a write that changes none of its elements. Return None if ``value`` gets no gradient."""
     if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
         return None
     Tensor.copy_(x, _Written.apply(x, value))
@@ -159,7 +162,7 @@ def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def nothing_taken(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Tensor:
-    """Return zeros in the dtype of the first operand, for operations whose static arguments contain sizes."""
+    """Return zeros in the dtype of the first operand, for operations whose static arguments contain the sizes."""
     return connected_zeros(_result_shapes(op, operands, static_args)[0], operands[0].dtype, operands)
 
 

@@ -1,4 +1,5 @@
-"""Answers for MindSpore's parser where it meets DTensors, when ``jit`` or graph mode makes graphs from source.
+"""Replacements for answers to MindSpore's parser that contain DTensors, when ``jit`` or graph mode compiles source
+code.
 
 In place of styled cells the parser gets their stand-ins (`forwards`, `hooks`). Only stand-ins may hold distributed
 parameters. Any other distributed tensor is an error. Reachable tensors raise before anything is parsed. Unreachable
@@ -182,7 +183,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
 
 
 def checked_answer(original: Callable, *args: Any) -> Any:
-    """Replace other functions of MindSpore that answer the parser: a DTensor in the answer raises."""
+    """Replace other functions of MindSpore that answer the parser. They raise if the answer has a DTensor."""
     answer = original(*args)
     if is_dispatching():
         found = next(_tensors_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)

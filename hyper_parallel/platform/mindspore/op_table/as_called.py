@@ -44,7 +44,7 @@ def as_called(canonical: str, takes: str, facts: Facts, native: Native = call_na
 
 
 def _placed(native: Native, func: Any, operands: Sequence[Any], static_args: tuple) -> Any:
-    """Run the call with the operands inserted."""
+    """Run the call with ``operands`` in place of its tensors."""
     *_, places, rest, named = static_args
     rest, named = [given_again(x) for x in rest], [(name, given_again(x)) for name, x in named]
     args, kwargs = placed(operands, (places, rest, named))

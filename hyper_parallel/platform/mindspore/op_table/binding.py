@@ -151,8 +151,7 @@ def row(
 
 
 def instead(function: Callable) -> Call:
-    """Return a ``call`` that runs ``function`` in place of the native one. That has no kernel on CPU, or takes
-    different arguments."""
+    """Return a ``call`` that runs ``function`` in place of the native one, which may have no CPU kernel."""
     return lambda func, operands, static_args: function(*operands, *static_args)
 
 

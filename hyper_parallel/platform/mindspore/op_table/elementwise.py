@@ -67,7 +67,7 @@ def _full(x: Any, fill_value: float, dtype: Any = None, **_: Any) -> Any:
 
 
 def _dtype(dtype: Any) -> Any:
-    """Return a dtype. Overloads pass a dtype, generated code its number."""
+    """Return a dtype. Overloads pass the dtype itself, and generated code passes its number."""
     return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
 
 

@@ -20,7 +20,7 @@ __all__ = ["refuse_flat_parameter", "watch_wrappers"]
 
 
 def watch_wrappers(hooks: Any) -> Any:
-    """Return the hook that checks every model that is wrapped, for torch's global ``hooks`` on registration."""
+    """Return a hook for torch's registration of submodules, which checks every model that a wrapper takes."""
     return _check
 
 

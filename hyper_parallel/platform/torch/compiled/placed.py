@@ -46,8 +46,10 @@ def plain(x: Any) -> Tensor:
 
 
 class Part(Tensor):
-    """This rank's plain shard of the positions, inside a module that treats each position separately. The module
-    computes partial gradients of its replicated parameters. See `part_class`."""
+    """A plain tensor with this rank's shard of the positions, inside a module that treats positions separately.
+
+    The module computes partial gradients of its replicated parameters. See `part_class`.
+    """
 
 
 def settle(x: Any) -> Any:

@@ -62,7 +62,7 @@ def _wrapped(y: Tensor, mesh: Any, cut: int | None) -> Any:
 
 
 def _for_parts(x: Any, mesh: Any) -> Any:
-    """Return the local tensor of a replicated one, for a consumer that computes on a shard."""
+    """Return the local tensor of a replicated `Placed`, for a consumer that computes on a shard."""
     local = plain(x)
     if mesh.shape[0] == 1 or not local.is_floating_point():
         return local

@@ -105,7 +105,7 @@ def length(x: Any) -> int:
 
 @replaces(Tensor.stride)
 def stride(x: Any, dim: int | None = None) -> Any:
-    """Return the strides that the global tensor would have with the order of dimensions of the local tensor."""
+    """Return the strides of the global tensor, assuming the local tensor's order of dimensions."""
     shape = layout_of(x).shape
     with no_dispatch():
         local = Tensor.stride(x)

@@ -121,8 +121,10 @@ def from_native(x: Any) -> Any:
 
 
 def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
-    """Return the number of ranks that ``x`` averages, if it has gradients, else 1. A cotangent in torch is that of the
-    average; in this library, that of each rank's value.
+    """Return the number of ranks that ``x`` averages, if it has gradients, else 1.
+
+    Torch's cotangent is that of the average. This library's cotangent is that of each rank's value, which is smaller by
+    this number.
 
     Raises:
         ValueError: for gradients of a maximum, minimum or product. Torch passes these to all ranks.

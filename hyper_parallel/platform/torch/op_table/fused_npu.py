@@ -87,7 +87,10 @@ _LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 
 
 def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    """Bind a call of attention. ``static_args`` end with (name, value) of the other given arguments."""
+    """Bind a call of attention.
+
+    ``static_args`` end with pairs (name, value) for the remaining passed arguments.
+    """
     schema = getattr(func, "default", func)._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     given = {name: value for name, value in {**given, **kwargs}.items() if value is not None}

@@ -59,7 +59,7 @@ class Job:
             self._write(self._moved(self._whole()))
 
     def _moved(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return values with errors like rounding, if the job is shaken."""
+        """Return values with small random errors, if the job was created with ``shaken``."""
         if not self._shaken:
             return values
         errors = {
