@@ -321,7 +321,7 @@ def counts_of(wholes: Sequence[Any]) -> list[int]:
 
 
 def found_there(platform: Any, x: Any) -> str:
-    """Return the end of a message about ``x``, which replaces a parameter but cannot become a DTensor; may be empty."""
+    """Return the end of a message, which describes a tensor ``x`` of an unsupported class; empty for other tensors."""
     foreign = platform.foreign_tensor(x)
     return "" if foreign is None else f". There is {foreign}"
 

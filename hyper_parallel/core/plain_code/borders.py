@@ -13,7 +13,7 @@ from hyper_parallel.platform.contract.modules import APPLIED
 
 
 def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bool, computed: bool) -> Problem | None:
-    """Return the problem of a plain tensor that is converted to a DTensor of ``layout``, or None.
+    """Return the problem of a plain tensor that becomes a DTensor of ``layout`` but has another placement, or None.
 
     Args:
         mark: mark of the tensor.
@@ -83,7 +83,7 @@ def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem |
 
 @dataclass
 class Rows:
-    """Input rows of a styled module that are not consecutive in the global tensor: this rank's rows of each sample.
+    """This rank's rows of a styled module's input, if they are not consecutive in the global tensor.
 
     Attributes:
         count: global number of rows.

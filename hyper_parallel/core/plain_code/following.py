@@ -147,7 +147,7 @@ class Following(Report):
         return Operand(tuple(x.shape), WHOLE if found is None else found.ways, trains, parameter)
 
     def _are_read(self, operands: Sequence[Any]) -> bool:
-        """Return whether gradients of unrecorded ``operands`` are read, as far as their graphs are known."""
+        """Return whether the gradients of ``operands`` without a recorded placement may be used."""
         platform = self._platform
         plain = [x for x in operands if platform.is_tensor(x) and platform.requires_grad(x) and held(x) is None]
         kinds = (platform.Parameter, *self._inputs)
@@ -212,7 +212,7 @@ class Following(Report):
         self._mark((base,), (found,), source, findings)
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
-        """Record that results of an unknown operation are not followed, except for an unchanged argument."""
+        """Record that the placements of an unknown operation's results are unknown."""
         given = list(tensors_in((args, kwargs), self._platform.Tensor))
         writes = kwargs.get("out") is not None or title.rstrip("_") + "_" == title
         results = [y for y in tensors_in(result, self._platform.Tensor) if writes or not any(y is x for x in given)]
@@ -227,7 +227,7 @@ class Following(Report):
         self._mark(results, (lost,) * len(results), "", findings)
 
     def _communicated(self, args: tuple, kwargs: dict, title: str) -> None:
-        """Withdraw the findings about the arguments of a collective. The program itself combines the shards."""
+        """Withdraw the findings about the arguments of a collective, because the program itself combines the shards."""
         self.unknown[title] = self.unknown.get(title, 0) + 1
         for x in tensors_in((args, kwargs), self._platform.Tensor):
             found = held(x)
@@ -273,7 +273,7 @@ class Following(Report):
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
     def lose(self, x: Any, why: str, mesh: DeviceMesh) -> None:
-        """Record that ``x``, a shard on ``mesh``, is not followed. ``why`` is the reason in the report."""
+        """Record that the placement of ``x``, a shard on ``mesh``, is unknown. ``why`` is the reason in the report."""
         if not self.is_here:
             return
         self._mesh = mesh
@@ -346,7 +346,7 @@ class Following(Report):
                 self._reached.add(self._find(problem, "the model's output"))
 
     def reach(self, values: Any) -> None:
-        """Record that a styled module or the caller gets tensors. Findings that affect them become `reached`."""
+        """Record that a styled module or the caller receives these tensors, so that findings about them count."""
         for x in tensors_in(values, self._platform.Tensor):
             found = held(x)
             if found is not None:

@@ -330,7 +330,7 @@ def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh)
 
 
 class _OtherCallError(Exception):
-    """The local call of a rule does something else than the native operation."""
+    """Raised if the local call of a rule does more than call the native operation."""
 
 
 def _judge_joined(call: Call) -> Verdict:

@@ -130,8 +130,10 @@ _Base: Any = object
 
 
 class _Divided(_Base):
-    """Methods of an accelerator whose ranks share models, placed before ``accelerate.Accelerator`` in the class's
-    bases."""
+    """Methods of an accelerator whose ranks share models.
+
+    Its class comes before ``accelerate.Accelerator`` in the bases.
+    """
 
     _division: Division
 
@@ -251,7 +253,7 @@ class _Divided(_Base):
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
-        """Hide models and optimizers from accelerate, which would save those of one rank only."""
+        """Hide models and optimizers from accelerate, which would save one rank's only."""
         hidden = self._hidden = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         try:

@@ -207,7 +207,7 @@ def test_data_sequences_and_heads() -> None:
 
 @spmd.on_mesh()
 def parts(mesh: Any) -> None:
-    """Check a separate dimension for each entry, unsharded entries, and batches that have positions and labels."""
+    """Check `shard_sequence`: a sequence dimension for each entry, unsharded entries, given positions and labels."""
     adapter, rank = get_adapter(), mesh.get_local_rank(0)
     arrays = {
         "embeds": np.arange(28.0).reshape(2, 7, 2),

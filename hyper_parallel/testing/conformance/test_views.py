@@ -317,7 +317,7 @@ def test_moved_views_keep_their_order(pool: Any, world_size: int, shape: tuple[i
 
 @spmd.on_mesh()
 def write_to_results(mesh: Any) -> None:
-    """Check that results after data moved have the memory order of the framework's own operation."""
+    """Check that an operation's result has the single device's memory order, even if its operand was redistributed."""
     adapter = get_adapter()
     for shape in ((4, 6), (mesh.size(), 3)):
         for placements in ([S0], [S1], [Partial("avg")]):

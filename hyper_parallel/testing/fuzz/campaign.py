@@ -47,14 +47,14 @@ def verdicts(wanted: list[Any], family: str) -> list[Verdict | None]:
 
 
 def _in_step(verdict: Verdict | None) -> Verdict | None:
-    """Return ``verdict``, or "hanging" if this rank waited in vain for another one."""
+    """Return ``verdict``, or "hanging" if this rank waited for another one until the time-out."""
     exchange = installed()
     problem = "" if exchange is None else exchange.end_program()
     return ("hanging", problem) if problem else verdict
 
 
 def put_together(seed: int, by_rank: Sequence[Verdict | None]) -> Outcome:
-    """Return the outcome of a program from the verdicts of all ranks."""
+    """Return the outcome of a program, which follows from the verdicts of all ranks."""
     members = [verdict for verdict in by_rank if verdict is not None]
     kinds = {kind for kind, _ in members}
     if "hanging" in kinds:

@@ -156,7 +156,9 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         )
     if isinstance(owner, GraphCell) and owner.original is not None and name == "_cells":
         # The `_cells` of the stand-in has other names.
-        raise graph_error(what, Refused(owner.original, NotTracedError("its table of submodules is read")), _ABOUT)
+        raise graph_error(
+            what, Refused(owner.original, NotTracedError("the code reads its table of submodules")), _ABOUT
+        )
     if isinstance(owner, GraphCell) and owner.original is not None and not hasattr(owner, name):
         owner = owner.original
         namespace = ClassMemberNamespace(owner)
