@@ -238,7 +238,7 @@ class ReplicatedUnit:
 
 
 class _Call(RecordedCall):
-    """A call of a module, or several calls that share their gradients. Its only anchor is the token.
+    """A call of a module, or several calls that share their gradients. Backward reaches it through its token.
 
     Attributes:
         known: the trained parameters and their buckets.

@@ -29,7 +29,7 @@ def _plain(x: Any) -> Any:
 
 
 def _of_part(here: Any, whole: Any, read: tuple[int, int], roots: Roots) -> Any:
-    """Return the number ``here`` of a shard as a number that remembers ``whole``, its value on a single device."""
+    """Return the number ``here`` of a shard. It remembers ``whole``, which a single device would have."""
     if here == whole or type(here) not in (int, float):
         return here
     found: Any = (PartSize if type(here) is int else PartNumber)(here)
@@ -131,7 +131,9 @@ def sizes_of_part(ways: Ways, given: Sequence[int], roots: Roots) -> tuple[int, 
 def number_problems(
     title: str, operands: Sequence[Any], roots: Roots, platform: Platform, result: Any
 ) -> tuple[Problem, ...]:
-    """Return the problem of an operation that uses a number from a local size as a value; a tuple of one or none.
+    """Return the problem of an operation that uses a number from a local size as a value.
+
+    The result is a tuple of one problem or none.
 
     Args:
         title: native name of the operation.

@@ -181,15 +181,17 @@ class Exchange:
         self._steps: dict[tuple[int, int], AllToAll] = {}
 
     def __call__(self, operands: tuple, native: Callable[[tuple], Any]) -> Any:
-        """Return this rank's positions of all heads of ``native(operands)``, which runs on the full sequence of some
-        heads."""
+        """Return attention of this rank's positions, with all heads.
+
+        ``native(operands)`` runs on the full sequence of some heads in between.
+        """
         *qkv, mask = operands
         to_heads, to_positions = _EXCHANGES[self._platform]
         y = native((*to_heads(self, *qkv), mask))
         return to_positions((self, self._platform.shape_of(qkv[0])[-3]), y)[0]
 
     def to_heads(self, x: Any, heads: int, collective: bool) -> Any:
-        """Return the full sequence of this rank's share of ``heads``, from local positions of all heads."""
+        """Return the full sequence of this rank's share of the heads, from this rank's positions of all ``heads``."""
         in_ranks, natural, _ = self._orders
         platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
         step = self._step(dim, heads)

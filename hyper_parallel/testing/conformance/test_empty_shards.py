@@ -167,7 +167,7 @@ def _flat_function(mesh: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", FLAT)
 def test_functions_without_gradient(pool: Any, name: str) -> None:
-    """Check that functions without a gradient have none on ranks with empty shards either.
+    """Check functions whose results have no gradient: on ranks with empty shards they have none either.
 
     Backward then has the same collectives on all ranks.
     """

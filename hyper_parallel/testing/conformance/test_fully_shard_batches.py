@@ -318,7 +318,7 @@ def test_tensor_parallel_labels(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def not_parts(mesh: Any) -> None:
-    """Check the refusal of tensors that cannot be a shard of a batch: without data parallelism, of all tensors."""
+    """Check the refusal of tensors that are no shard of the batch: without data parallelism, all are refused."""
     adapter = get_adapter()
     x = adapter.tensor(np.ones((4, 6), np.float32))
 

@@ -96,8 +96,10 @@ def drop_channels(x: Any, p: float) -> Any:
 
 
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
-    """Return the dropout that replaces that of a layer on a mesh. It has the seeds of the layer on the mesh's first
-    rank, and a new stream. So all ranks draw the same numbers as the unsharded layer.
+    """Return the dropout that a layer uses on a mesh, in place of its own.
+
+    It has the seeds of the layer on the mesh's first rank, and a new stream. So all ranks draw the same numbers as the
+    unsharded layer.
 
     Args:
         primitive: primitive of the layer.
