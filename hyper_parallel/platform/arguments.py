@@ -51,13 +51,16 @@ def call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Repeat the native call with new operands, for rows whose text ends in dots. A ``call`` of `NativeOp`. The static
-    arguments end with the other arguments, by position and by name."""
+    """Repeat the native call with its original arguments and new operands, for op-table texts that end in ``...``.
+
+    It is a ``call`` of `NativeOp`. The static arguments end with the remaining arguments, by position and by name.
+    """
     return func(*operands, *static_args[-2], **dict(static_args[-1]))
 
 
 def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
-    """Run an element-wise function with the other arguments unchanged. A ``call`` of `NativeOp`."""
+    """Run an element-wise function with new operands and its other original arguments. It is a ``call`` of
+    `NativeOp`."""
     return func(*operands) if static_args is None else func(*operands, *static_args[0], **dict(static_args[1]))
 
 

@@ -162,7 +162,7 @@ class Model:
             self.prefetch(order[at + 1 : at + 2])
 
     def left(self, unit: UnitParameters, goes_on: bool) -> None:
-        """Record that the forward of ``unit`` has computed its results, for backward to find.
+        """Record that the forward of ``unit`` has ended, so that backward can find its call.
 
         Args:
             unit: the unit.

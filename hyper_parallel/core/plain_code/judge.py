@@ -43,7 +43,7 @@ _MOST_WAYS = 64
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one operation.
+    """The result of judging one operation: a problem, or the placements of its results.
 
     Attributes:
         problems: problems of the result, which differs from that of one device. The results then have no marks.
@@ -59,7 +59,7 @@ class Verdict:
 
 
 class Operand(NamedTuple):
-    """An operand of an operation.
+    """An operand of an operation that is judged: its local shape and possible placements.
 
     Attributes:
         shape: local shape.

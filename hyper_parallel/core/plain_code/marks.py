@@ -86,7 +86,7 @@ WHOLE: Ways = (None,)
 
 @dataclass(frozen=True)
 class Held:
-    """The record that is stored on a marked tensor.
+    """The record on a marked tensor: its possible placements, and findings about it.
 
     Attributes:
         ways: possible marks of the tensor.
@@ -102,12 +102,12 @@ class Held:
 
 
 def held(x: Any) -> Held | None:
-    """Return the record of a marked tensor, or None for any other object."""
+    """Return the `Held` of a marked tensor, or None for any other object."""
     return getattr(x, MARKS, None)
 
 
 def ways_of(x: Any) -> Ways:
-    """Return the possible marks of a tensor; `WHOLE` for an unmarked tensor."""
+    """Return the possible placements of a tensor; `WHOLE` for a tensor without a mark."""
     found = held(x)
     return WHOLE if found is None else found.ways
 
@@ -123,7 +123,7 @@ def is_even(layout: Layout) -> bool:
 
 
 def mark_of(layout: Layout, summed: tuple[int, ...] = (), merged: int = 0) -> Mark | None:
-    """Return the mark of a layout, or None for replicated values with replicated gradients."""
+    """Return the `Mark` for a layout, or None for replicated values with replicated gradients."""
     if not summed and all(
         p is Replicate() or size == 1 for p, size in zip(layout.placements, layout.mesh.shape, strict=True)
     ):

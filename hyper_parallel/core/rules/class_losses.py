@@ -73,8 +73,10 @@ class ClassLosses:
         return verbs.unsqueeze(ignored, classes.dim), verbs.unsqueeze(wrong, classes.dim)
 
     def rows(self, target: Any, classes: Any) -> tuple[Any, Any]:
-        """Return targets as indices into this rank's classes, 0 for targets of other ranks, and a mask of the
-        latter."""
+        """Return targets as indices into this rank's classes, and a mask of targets of other ranks.
+
+        A target of another rank has the index 0.
+        """
         verbs, rows = self.verbs, target - classes.offset
         elsewhere = (rows < 0) | (rows >= classes.size)
         rows = verbs.masked_fill(rows, elsewhere, 0)

@@ -74,7 +74,7 @@ class _Message:
 
 
 class RingBuffers(NamedTuple):
-    """The buffers of a ring.
+    """The memory for keys and values that are passed around a ring of ranks.
 
     Attributes:
         shapes: of keys and values of each rank.

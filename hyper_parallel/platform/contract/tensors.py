@@ -55,8 +55,7 @@ class TensorRole(ABC):
 
     def has_values(self, x: Tensor) -> bool:
         """Return whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`. False for
-        tensors without values (`is_meta`), and for formats other than the usual one. Decided from facts that all ranks
-        share."""
+        tensors without values (`is_meta`), and for special storage formats. All ranks get the same answer."""
         return not self.is_meta(x)
 
     @abstractmethod

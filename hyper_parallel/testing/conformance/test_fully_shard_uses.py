@@ -1,4 +1,4 @@
-"""Results and dtypes of units of `fully_shard`, and methods that change a unit between steps."""
+"""`fully_shard`: results and dtypes of units, and methods that change a unit between steps."""
 
 from __future__ import annotations
 
