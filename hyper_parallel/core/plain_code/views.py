@@ -82,7 +82,7 @@ def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
 
 
 def resized(mark: Mark, shape: tuple[int, ...]) -> Mark:
-    """Return the placement ``mark`` for a tensor of local ``shape``."""
+    """Return ``mark`` changed to the global shape of a tensor with local ``shape`` and the same placements."""
     layout, whole = mark.layout, list(shape)
     for d, p in enumerate(layout.placements):
         if isinstance(p, Shard):

@@ -1,7 +1,7 @@
-"""Writing or adding elements by index tensors, into a copy; and reading elements by flat index.
+"""Writing or adding elements by index tensors, into a copy of a tensor; and reading elements by flat index.
 
-Dimensions along which an index selects are unsharded, except in writes with square brackets. An *added* source may be
-sharded along the index. Each rank then adds its share, and the result is a partial sum.
+Dimensions in which an index selects are unsharded, except for ``x[index] = value``. An *added* source may be sharded
+along the index. Each rank then adds its share, and the result is a partial sum.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ class WholeExpertsParallel(ExpertsParallel):
         return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
     def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
-        """Return the style for ranks that send tokens to each other.
+        """Return the corresponding style for ranks with different tokens, which they send to each other's experts.
 
         Args:
             top_k: number of experts of a token, for styles that cannot infer it.
@@ -212,7 +212,7 @@ def with_own_tokens(
     over: DeviceMesh,
     top_k: int,
 ) -> dict[str, ParallelStyle]:
-    """Remove full experts from ``styles``, and return styles with which they receive tokens of all ranks.
+    """Move full experts from ``styles`` to the result: a dict of styles by which they receive the tokens of all ranks.
 
     Args:
         styles: styles by path, of the plan for full experts; changed in place.

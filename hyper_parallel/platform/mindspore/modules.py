@@ -181,8 +181,10 @@ def _computed_again(made: Any, construct: Callable) -> Any:
 
 @cache
 def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
-    """Return a subclass with the same name. The cell stores a function, not a bound method: copies run it on
-    themselves."""
+    """Return a subclass with the same name, which runs the forward that is stored on the cell.
+
+    The cell stores a function, not a bound method, so that a copy of the cell passes itself to it.
+    """
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)
