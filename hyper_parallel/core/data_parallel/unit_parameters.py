@@ -158,9 +158,9 @@ class UnitParameters:
                 self._follow(wholes, self._values)
 
     def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Copy values that a forward has written to parameters that stay unsharded until `reshard`.
+        """Copy values that a forward has written to parameters which stay unsharded until `reshard`.
 
-        A backend that does not count writes may have put the written values into other memory.
+        If a backend does not count writes, the new values may be in other memory than the parameters'.
 
         Args:
             wholes: the unsharded parameters that modules have read.
