@@ -210,7 +210,7 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
         raise ValueError(f"the checksums are not a dict of dicts, one for each file: {str(sums)[:100]}")
     time = content["time"]
     if type(time) is not int or not 0 <= time <= LATEST:
-        raise ValueError(f"the time of its save, {time!r}, is not a time")
+        raise ValueError(f"it has an invalid time of saving, {time!r}")
     run, writer = content["run"], content.get("writer")
     if not isinstance(run, str) or _RUN.fullmatch(run) is None:
         raise ValueError(f"{str(run)[:100]!r} is not the identifier of a run")

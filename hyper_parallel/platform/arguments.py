@@ -67,8 +67,7 @@ def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
 def placed(operands: Sequence[Any], static_args: tuple) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments of an original call, with new ``operands`` inserted.
 
-    The static arguments end with the places of the operands, and with the other arguments by position and by name
-    (`Given`).
+    The static arguments end with the places of the operands, and the other arguments by position and by name (`Given`).
     """
     places, rest, named = static_args[-3:]
     args, kwargs = [*rest], dict(named)
