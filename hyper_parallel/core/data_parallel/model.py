@@ -207,8 +207,8 @@ class Model:
     def _begins(self, runs: Callable[[Any], bool]) -> None:
         """Unshard units at the start of a backward pass that will bypass the results of their calls.
 
-        An auxiliary loss that was set as an attribute has such a pass, in which no later hook could start the gather.
-        Units are also unsharded for calls whose backward was recorded (``create_graph``).
+        An auxiliary loss that was set as an attribute has such a pass. No later hook of the pass could start the
+        gather. Units are also unsharded for calls whose backward was recorded (``create_graph``).
         """
         self._nests = bool(self._passes)
         for unit, ref in self._calls:

@@ -71,11 +71,10 @@ def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
 
 
 def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any], Any] | None:
-    """Return a function that gives a redistributed tensor the memory order of the original one; None if no tensor needs
-    it.
+    """Return a function that restores the memory order of a redistributed tensor; None if no tensor needs it.
 
     ``order(x, y)`` takes the local tensor ``x`` of layout ``have``, and the redistributed ``y`` of layout ``read``. It
-    returns ``y`` in the memory order of ``x``, so that results of an operation on ``y`` have that order too. With
+    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. With
     ``spaced``, for views, gaps and expanded dimensions are reproduced.
     """
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)

@@ -46,7 +46,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """Return an index in which the indices of its true elements replace each distributed mask."""
+    """Return an index with each distributed mask replaced by the indices of the mask's true elements."""
     found: list[Any] = []
     for item in index:
         if is_dtensor(item) and is_mask(item) and item.dim():
