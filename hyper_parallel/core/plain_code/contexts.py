@@ -1,4 +1,4 @@
-"""Contexts that follow a program, or suspend following."""
+"""Contexts in which the operations of a program on plain tensors are followed, or not, for `check_plain_code`."""
 
 from __future__ import annotations
 
