@@ -113,7 +113,7 @@ def ways_of(x: Any) -> Ways:
 
 
 def layout_of(mark: Mark | None, mesh: DeviceMesh, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor with ``mark`` and local ``shape``."""
+    """Return the layout, with its global shape, of a tensor with ``mark`` and the local ``shape``."""
     return replicated_layout(mesh, shape) if mark is None else mark.layout
 
 
