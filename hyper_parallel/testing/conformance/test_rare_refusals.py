@@ -100,7 +100,7 @@ def test_a_parameter_that_is_replaced_while_it_is_gathered(pool: Any) -> None:
 
 
 def saved_without_the_others(directory: str) -> str:
-    """Save a tensor of both ranks on each rank alone."""
+    """Save a tensor that is sharded over two ranks, on each of the ranks alone."""
     whole, alone = DeviceMesh(None, [0, 1]), [DeviceMesh(None, [rank]) for rank in range(2)]
     if whole.get_coordinate() is None:  # a rank of the pool that was not asked for, which takes part in making groups
         return ""
