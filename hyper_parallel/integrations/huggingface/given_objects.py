@@ -9,7 +9,7 @@ __all__ = ["check_known", "give_methods"]
 
 
 def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known: str) -> None:
-    """Check that an object is of the expected class, in a release that has all replaced names.
+    """Check that an object has the expected class, and the attributes that this library replaces.
 
     Args:
         given: the object.
