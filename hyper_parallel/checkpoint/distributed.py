@@ -164,8 +164,9 @@ def load(
 def _path(checkpoint_id: Any, **others: Any) -> str:
     if given := [name for name, value in others.items() if value is not None]:
         raise ValueError(
-            f"{', '.join(given)}: checkpoints of hyper_parallel are directories in one format; torch's storage and "
-            "planner classes work with torch.distributed.checkpoint alone, which saves these DTensors too"
+            f"{', '.join(given)}: checkpoints of hyper_parallel have one storage format and take no storage or planner "
+            "objects of torch. Pass checkpoint_id, a path, or use torch.distributed.checkpoint, which saves these "
+            "DTensors too"
         )
     if checkpoint_id is None:
         raise ValueError("checkpoint_id is missing: pass the path of the checkpoint")

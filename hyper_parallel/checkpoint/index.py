@@ -203,14 +203,14 @@ def _parse(path: Path, content: Mapping[str, Any]) -> Index:
         tensors[name] = stored
     aliases = {str(name): str(target) for name, target in content["aliases"].items()}
     if lost := [target for target in aliases.values() if target not in tensors]:
-        raise ValueError(f"tensor {lost[0]!r}, to which another name refers, is missing")
+        raise ValueError(f"another name refers to tensor {lost[0]!r}, which is missing")
     check(content["values"])
     sums = content["checksums"]
     if not isinstance(sums, dict) or not all(isinstance(of_file, dict) for of_file in sums.values()):
         raise ValueError(f"the checksums are not a dict of dicts, one for each file: {str(sums)[:100]}")
     time = content["time"]
     if type(time) is not int or not 0 <= time <= LATEST:
-        raise ValueError(f"it was saved at {time!r}")
+        raise ValueError(f"it has an invalid time of saving, {time!r}")
     run, writer = content["run"], content.get("writer")
     if not isinstance(run, str) or _RUN.fullmatch(run) is None:
         raise ValueError(f"{str(run)[:100]!r} is not the identifier of a run")

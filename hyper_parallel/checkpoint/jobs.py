@@ -197,7 +197,7 @@ def _leaves(values: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _difference(all_facts: list[dict[str, str]], ranks: Ranks) -> ValueError:
-    """Return the error for the first difference between a rank and the first rank: a saved value, or the order."""
+    """Return the error for the first difference between a rank and the first rank, in saved values or their order."""
     first = all_facts[0]
     for rank, facts in zip(ranks.members, all_facts, strict=True):
         for name in {**first, **facts}:

@@ -246,8 +246,7 @@ def _in_file(r: Rectangle, singleton: int, there: StoredTensor) -> Rectangle:
 
 
 def _with_dims_of(values: tuple[int, ...], dim: int, there: StoredTensor, fill: int) -> tuple[int, ...]:
-    """Return ``values`` without the one for dimension ``dim``, or with ``fill`` inserted there, to match the rank of
-    ``there``."""
+    """Return ``values`` without entry ``dim``, or with ``fill`` inserted there, so that it is as long as ``there``."""
     if len(values) > len(there.shape):
         return (*values[:dim], *values[dim + 1 :])
     return (*values[:dim], fill, *values[dim:])

@@ -70,8 +70,8 @@ def share_out(tensors: Iterable[Wanted], members: Sequence[int]) -> dict[str, li
             holders = known[x.layout]
             if not all(ranks for _, ranks in holders):
                 raise ValueError(
-                    f"some parts of {x.name!r}, on {x.layout.mesh}, are held by none of the saving ranks "
-                    f"{list(members)}: let all ranks of the mesh save"
+                    f"{x.name!r} is sharded over {x.layout.mesh}, and the saving ranks {list(members)} do not hold "
+                    "all of its shards: let all ranks of the mesh save"
                 )
         found[x.name] = [writer for held, ranks in holders for writer in _share(held, ranks, x.itemsize, load)]
     return found

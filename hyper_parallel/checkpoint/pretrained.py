@@ -138,7 +138,10 @@ def load_arranged(
 
 
 class _WholeFiles(Files):
-    """Files of full tensors, whose parts may have extra leading dimensions."""
+    """Files of full tensors.
+
+    A tensor of the model may have more leading dimensions of size 1 than its tensor in a file.
+    """
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
         """Fill an array with a box of a part."""

@@ -119,7 +119,7 @@ class RandomState:
 
 
 def _are_known(members: Sequence[int] | None, world_size: int, platform: Platform) -> bool:
-    """Return whether the ranks that load are known: ``members``, or all of the world."""
+    """Return whether the loading ranks are known: from ``members``, or because all ranks of the world load."""
     return members is not None or (platform.world() is not None and platform.world_size() == world_size)
 
 

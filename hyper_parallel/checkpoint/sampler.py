@@ -72,7 +72,10 @@ class StatefulDistributedSampler:
             num_replicas, rank = len(ranks.members), ranks.members.index(ranks.rank)
         self.size = dataset if isinstance(dataset, int) else len(dataset)
         if self.size < 1 or not 0 <= rank < num_replicas:
-            raise ValueError(f"a sampler of {self.size} samples cannot be rank {rank} of {num_replicas} replicas")
+            raise ValueError(
+                f"a sampler needs at least 1 sample, and a rank below num_replicas: got {self.size} samples, "
+                f"rank={rank} and num_replicas={num_replicas}"
+            )
         self.num_replicas, self.rank = num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
@@ -108,7 +111,10 @@ class StatefulDistributedSampler:
             count: number of samples of this rank since the iteration started.
         """
         if not 0 <= count <= self._drawn:
-            raise ValueError(f"{count} samples cannot have been used: this iteration has drawn {self._drawn} samples")
+            raise ValueError(
+                f"set_used({count}): this iteration has drawn {self._drawn} samples, so pass a number from 0 to "
+                f"{self._drawn}"
+            )
         self._used = count
 
     def state_dict(self) -> dict[str, Any]:

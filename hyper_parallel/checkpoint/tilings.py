@@ -37,5 +37,5 @@ def is_tiling(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequenc
                 after[key] = after.get(key, 0) + change
         steps = {key: count for key, count in after.items() if count}
         if len(steps) > 8 * len(held) + 4096:
-            raise ValueError(f"the parts divide {len(cut)} dimensions, but do not form a grid")
+            raise ValueError(f"its shards divide {len(cut)} dimensions, but do not form a grid")
     return not any(steps.values())

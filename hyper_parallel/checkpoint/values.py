@@ -85,7 +85,7 @@ def _decode(x: dict[str, Any], special: Callable[[dict[str, Any]], Any] | None) 
     if kind == "array":
         return np.frombuffer(bytearray(_bytes(x["data"])), np.dtype(x["dtype"])).reshape(x["shape"])
     if special is None:
-        raise ValueError(f"{kind!r} is unknown")
+        raise ValueError(f"{kind!r} is not a known kind of value")
     return special(x)
 
 

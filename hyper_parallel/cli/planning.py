@@ -80,7 +80,7 @@ def run_dry_run(arguments: argparse.Namespace) -> int:
 
 
 def batch_of_a_rank(batch: int, mesh: dict[str, int]) -> int:
-    """The sequences of one rank, of ``batch`` of all ranks together."""
+    """Return the number of sequences for one rank, from ``batch`` for all ranks together."""
     share = mesh.get("dp", 1)
     if batch % share:
         raise UsageError(f"--batch {batch} is not divisible by dp={share}")
@@ -106,13 +106,13 @@ def _check_optimizer(name: str, run: DryRun | None) -> None:
 
 
 def _check_file(path: str | None) -> None:
-    """Raise UsageError before minutes of work, rather than after."""
+    """Raise UsageError if a file cannot be written. The check runs before minutes of work, not after."""
     if path and not Path(path).absolute().parent.is_dir():
         raise UsageError(f"--svg {path}: the folder {Path(path).absolute().parent} does not exist")
 
 
 def given_by(arguments: argparse.Namespace, batch: int) -> tuple[Any, Any, list[Any]]:
-    """Model, plan and inputs of a command; ``batch`` sequences by default."""
+    """Return model, plan and inputs of a command. The default input has ``batch`` sequences."""
     for name, number in (("--batch", arguments.batch), ("--length", arguments.length)):
         if number < 1:
             raise UsageError(f"{name} {number}: the number must be at least 1")

@@ -10,7 +10,7 @@ __all__ = ["CHECKS", "Observer"]
 
 
 class Observer(Protocol):
-    """An active check.
+    """A running check, such as `check_ranks`, that compares the next steps of the ranks.
 
     Attributes:
         at_end: comparisons to repeat when the check ends, by their subject.

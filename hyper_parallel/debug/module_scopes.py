@@ -1,4 +1,4 @@
-"""Tracker of the running module of a model, while a caller asks for it."""
+"""Tracker of a model's running module, inside a context."""
 
 from __future__ import annotations
 

@@ -209,9 +209,9 @@ def search(
             mesh = {"dp": dp // own, "ep": own, "tp": tp} if experts else {"dp": dp, "tp": tp}
             try:
                 if dp % own:
-                    raise ValueError(f"experts over {own} ranks of data parallelism, which has {dp}")
+                    raise ValueError(f"{dp} data-parallel ranks do not divide into groups of {own} for experts")
                 if ranks // tp % cp:
-                    raise ValueError(f"sequences over {cp} ranks, of {ranks // tp}")
+                    raise ValueError(f"{ranks // tp} ranks do not divide into groups of {cp} for sequences")
                 if sequences and cp > 1:
                     mesh, plan = {"dp": dp, "cp": cp, "tp": tp}, _with_sequences(plan, sequences)
                 runs = [
@@ -243,7 +243,7 @@ def search(
 
 
 def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> Any:
-    """Return the plan with the styles of cut sequences. A path may have a style of each kind."""
+    """Return the plan with the styles for sharded sequences. One path may have a style of each kind."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ValueError("sequences cannot be searched with a plan that is a function: pass a dict of styles by path")
     styles = dict(plan or {})
@@ -253,7 +253,7 @@ def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> Any:
 
 
 def _share(batch: tuple, dp: int, cp: int) -> Any:
-    """One rank's part of a batch."""
+    """Return one rank's part of a batch."""
     platform = get_platform()
     parts = {0: dp, 1: cp} if cp > 1 else {0: dp}
     for dim, ranks in parts.items():

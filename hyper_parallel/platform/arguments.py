@@ -1,4 +1,5 @@
-"""Values of arguments, and native calls with them, for the op tables of every backend and for core's binder.
+"""Conversion of arguments, and repeated native calls, for the op tables of all backends and for
+`core.operations.binding`.
 
 This module names no framework.
 """
@@ -50,19 +51,24 @@ def call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Repeat the native call with new operands, for rows whose text ends in dots. A ``call`` of `NativeOp`. The static
-    arguments end with the other arguments, by position and by name."""
+    """Repeat the native call with its original arguments and new operands, for op-table texts that end in ``...``.
+
+    It is a ``call`` of `NativeOp`. The static arguments end with the remaining arguments, by position and by name.
+    """
     return func(*operands, *static_args[-2], **dict(static_args[-1]))
 
 
 def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
-    """Run an element-wise function with the other arguments unchanged. A ``call`` of `NativeOp`."""
+    """Run an element-wise function with new operands and its other original arguments. It is a ``call`` of
+    `NativeOp`."""
     return func(*operands) if static_args is None else func(*operands, *static_args[0], **dict(static_args[1]))
 
 
 def placed(operands: Sequence[Any], static_args: tuple) -> tuple[list[Any], dict[str, Any]]:
-    """Return positional and keyword arguments of a call that `Given` describes, with ``operands`` inserted. The static
-    arguments end with the places of the operands, and with the other arguments by position and by name."""
+    """Return the positional and keyword arguments of an original call, with new ``operands`` inserted.
+
+    The static arguments end with the places of the operands, and the other arguments by position and by name (`Given`).
+    """
     places, rest, named = static_args[-3:]
     args, kwargs = [*rest], dict(named)
     for place, x in zip(places, operands, strict=True):

@@ -1,7 +1,7 @@
-"""Extent of a test run: the gate's tests, which judge a change in minutes, or all tests.
+"""Selection of tests: those of the gate, which judge a change in minutes, or all tests.
 
-The marker ``nightly`` is on tests, or rows of their parameters, that only the nightly run executes. Tests ask
-`everything` to decide how many rows to draw. docs/gates.md lists the nightly tests, with reasons.
+The marker ``nightly`` is on tests, or on single parameter sets of tests, that only the nightly run executes. Tests ask
+`everything` to decide how many cases to draw. docs/gates.md lists the nightly tests, with reasons.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def keep_the_gate(config: Any, items: list[Any]) -> None:
 
 
 def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") -> Any:
-    """Decorate a test that runs once for each number of ranks in ``sizes``. One run is in the gate.
+    """Decorate a test that runs once for each number of ranks in ``sizes``.
 
-    The gate runs three ranks if ``sizes`` has 3. Three divides few sizes, so shards are uneven or empty, and first,
-    middle and last rank differ. Otherwise the gate runs the largest size. The other sizes are nightly.
+    The gate runs one of them: three ranks if ``sizes`` has 3. Three divides few sizes, so shards are uneven or empty,
+    and first, middle and last rank differ. Otherwise the gate runs the largest size. The other sizes are nightly.
 
     Args:
         sizes: numbers of ranks.
@@ -58,7 +58,7 @@ def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") 
 
 
 def in_gate(values: Iterable[Any], gate: Collection[Any], *, unpack: bool = False) -> list[Any]:
-    """Return ``values`` as rows of a parameter. Rows in ``gate`` run in the gate; the other rows are nightly.
+    """Return ``values`` as parameter sets of pytest. Those in ``gate`` run in the gate, and the others are nightly.
 
     Args:
         values: all rows.

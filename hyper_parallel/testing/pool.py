@@ -245,7 +245,8 @@ class WorkerPool:
 
 
 def _in_step(failures: dict[int, Failure], world_size: int) -> bool:
-    """Return whether exactly the participating ranks failed, all in one place, so that no rank is in a collective."""
+    """Return whether exactly the participating ranks failed, all at the same line, so that none waits in a
+    collective."""
     places = {failure.place for failure in failures.values()}
     return set(failures) == set(range(world_size)) and len(places) == 1 and not places & {"hung", "died"}
 

@@ -137,8 +137,10 @@ def _answer(connection: Connection, task: bytes) -> None:
 
 
 def _leave_to_itself() -> None:
-    """Exclude all current objects from garbage collection. Modules stay alive, and hold hundreds of thousands of
-    objects that each collection would traverse."""
+    """Exclude all present objects from garbage collection.
+
+    Modules stay alive anyway, and each collection would traverse their hundreds of thousands of objects.
+    """
     from hyper_parallel.core.weak_table import collect_garbage
 
     collect_garbage()  # the rest is frozen

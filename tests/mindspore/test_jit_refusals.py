@@ -279,7 +279,7 @@ def by_the_parser(mesh: Any) -> list[str]:
 def test_what_the_parser_comes_across(pool: Any) -> None:
     for by_styles, by_name, by_answer in pool.run(2, by_the_parser):
         assert by_styles == "NotTracedError: several styles convert its inputs or its outputs"
-        assert "graphs cannot contain (the parser of graphs did not report a call of it)" in by_name, by_name
+        assert "graphs cannot contain (MindSpore calls it in a way that cannot be traced)" in by_name, by_name
         assert "a function or cell that is compiled uses the distributed parameter" in by_answer, by_answer
 
 

@@ -90,7 +90,7 @@ def sizes_table(record: dict[str, Any]) -> str:
             outcome of `tests.torch.huggingface_sizes.share`.
     """
     lines = [
-        "| model | parameters | ranks | bytes sharded | GiB on a rank | whole on each rank | run |",
+        "| model | parameters | ranks | bytes sharded | GiB on a rank | unsharded | run |",
         "|---|---:|---:|---:|---:|---|---|",
     ]
     for title in sorted(record, key=str.lower):

@@ -271,7 +271,7 @@ BLOCKS = [
         "Mamba 2, one group",
         _made("Mamba2ForCausalLM", "Mamba2Config", **_MAMBA_2, n_groups=1),
         _unpadded,
-        "scan in whole on every rank",
+        "scan in full on every rank",
     ),
     Model(
         "Jamba",
@@ -294,7 +294,7 @@ BLOCKS = [
         "Bamba, one group",
         _made("BambaForCausalLM", "BambaConfig", **_BAMBA, mamba_n_groups=1),
         _unpadded,
-        "scan in whole on every rank",
+        "scan in full on every rank",
     ),
     Model("Doge", _made("DogeForCausalLM", "DogeConfig", **_SIZES, keep_window_size=4), _unpadded),
     Model(

@@ -86,7 +86,7 @@ def test_search_over_cut_sequences() -> None:
         model, 8, {"f": lambda m, mesh: m}, x[:, :9], tensor_parallel=[2], sequences=style, context_parallel=[2, 3]
     )
     assert {c.error.split(" of a batch")[0] for c in uneven.candidates} == {
-        "sequences over 3 ranks, of 4",
+        "4 ranks do not divide into groups of 3 for sequences",
         "sequences cannot be searched with a plan that is a function: pass a dict of styles by path",
     }
     short = search(model, 8, {"tp": plan}, x[:, :9], tensor_parallel=[1], sequences=style, context_parallel=[2])

@@ -106,7 +106,7 @@ def test_search_knows_experts() -> None:
     assert " ep " in str(found) and found.as_dict()["candidates"][0]["ep"] >= 1
     some = search(model, 8, {"tp": PLAN}, ids, tensor_parallel=[1], experts=EXPERTS, expert_parallel=[3, 4])
     assert [c.error for c in some.candidates if c.ep == 3] == [
-        "experts over 3 ranks of data parallelism, which has 8"
+        "8 data-parallel ranks do not divide into groups of 3 for experts"
     ] * 2
     inside = {"layers.*.experts": ExpertParallel()}
     found = search(model, 8, {"tp": PLAN}, ids, tensor_parallel=[2], experts=inside, recompute=[False])

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 DEVICE = os.environ["HYPER_PARALLEL_PLATFORM"].removeprefix("torch-")
 JOBS = "tests.torch.huggingface_jobs"
 LAYERS = 2
-#: Heads that this number of ranks can share only by computing attention in whole on each.
+#: Heads that this number of ranks can share only by computing attention in full on each.
 GATHERED = {"gather_heads": True}
 ON_TWO = ["llama", "llama, few key-value heads", "qwen3", "gpt2", "mixtral", "apertus"]
 ON_FOUR = (

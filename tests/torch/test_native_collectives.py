@@ -366,7 +366,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "rows of shards": (
         lambda m: all_gather_into_tensor(placed(m, Shard(0), 8, 4), placed(m, Shard(0)), group=m["dp"].get_group()),
         ValueError,
-        r"is not the same operation on the global tensors. Pass to_local\(\)",
+        r"does not concatenate or split the global tensors. Pass to_local\(\)",
     ),
     "to a rank with another shard": (
         lambda m: send(placed(m, Shard(0)), int(m["tp"].ranks[1 - m.get_local_rank("tp")])),

@@ -157,7 +157,7 @@ def test_flattened_dimensions(pool: Any) -> None:
 @on_mesh(4)
 def meshes_refused(mesh: Any) -> None:
     split = init_torch_mesh(device().type, (4,), mesh_dim_names=("w",))._unflatten(0, (2, 2), ("x", "y"))
-    with pytest.raises(ValueError, match=r"dimension 'x' match no dimension of .* use hyper_parallel\.init_dev"):
+    with pytest.raises(ValueError, match=r"'x' has the ranks .* which no dimension of .* use hyper_parallel\.init_dev"):
         DeviceMesh.from_torch(split["x"])
     for wrong in (3, mesh, "cpu"):
         with pytest.raises(TypeError, match=r"from_torch takes a torch\.distributed\.device_mesh\.DeviceMesh, got"):

@@ -186,7 +186,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
     assert platform.profiler_range("all_reduce") is None
     with platform.observe(None):
         pass
-    with pytest.raises(TypeError, match="cannot use existing process groups"):
+    with pytest.raises(TypeError, match="cannot make a mesh of existing process groups"):
         platform.describe_group("tp")
     assert not platform.frees_storage and not platform.is_compiling()
     assert not platform.in_loss_parallel()
@@ -217,8 +217,8 @@ def test_what_a_backend_does_not_bring_says_so() -> None:
     platform, x = plain(), np.zeros(2)
     for refused, message in (
         (lambda: platform.set_host_rng_state(b""), "Plain has no generator of random numbers on the host"),
-        (lambda: platform.native_mesh(x, None, []), "Plain has no mesh class of the framework"),
-        (lambda: platform.describe_native_mesh(x), "Plain has no mesh class of the framework"),
+        (lambda: platform.native_mesh(x, None, []), "Plain cannot convert meshes: its framework has none"),
+        (lambda: platform.describe_native_mesh(x), "Plain cannot convert meshes: its framework has none"),
         (lambda: platform.give_memory(x), "Plain cannot allocate memory for tensors on the meta device"),
         (lambda: platform.optimizer_state(x), "Plain does not support optimizers"),
         (lambda: platform.set_optimizer_state(x, None), "Plain does not support optimizers"),

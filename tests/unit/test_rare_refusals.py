@@ -86,7 +86,7 @@ def namesake(folder: Path) -> None:
         (too_long, CheckpointError, "is damaged, or is not a safetensors file: its data ends at byte"),
         (taken, FileExistsError, "b exists already"),
         (not_shared, CheckpointError, "save to a file system that all ranks share"),
-        (unknown_kind, CheckpointError, "'date' is unknown"),
+        (unknown_kind, CheckpointError, "'date' is not a known kind of value"),
         (no_such_dtype, targets._MisfitError, "tensor 'x' has dtype bfloat16, which mine does not support"),
         (no_counter, TypeError, "mine has no counter-based generator: leave parallel_rng out"),
         (slice_elsewhere, ValueError, "cannot take a slice on a rank outside of the mesh: .* does not have rank 3"),

@@ -141,7 +141,7 @@ def start_redistribution(x: Any, target: Layout) -> Any:
 
 
 class _Started(Step):
-    """A step on one tensor whose collective is started, but not waited for.
+    """A step on one tensor whose collective is pending.
 
     Attributes:
         work: the pending collective, after the step was called.

@@ -29,7 +29,7 @@ _PAUSE = 1.0
 
 
 class _Read:
-    """A read that is running.
+    """A read of values that is in progress on this rank.
 
     Attributes:
         what: the call, such as ``"item()"``.

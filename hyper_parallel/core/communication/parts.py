@@ -52,8 +52,8 @@ def numbers_of_ranks(numbers: Sequence[int], mesh: DeviceMesh, what: str) -> np.
 
 
 def digests_of(facts: Mapping[str, Any]) -> list[int]:
-    """Return one number for each fact, for an exchange: the value of an integer, and a checksum of any other fact's
-    text."""
+    """Return a number for each fact, to be exchanged: an integer itself, and a checksum of the text of any other
+    fact."""
     return [int(fact) if isinstance(fact, int) else zlib.crc32(str(fact).encode()) for fact in facts.values()]
 
 
@@ -199,8 +199,8 @@ def layout_of_parts(
     have = "; ".join(f"rank {int(mesh.ranks[at])}: {part}" for at, part in known.items())
     wanted = "" if len(known[odd[0]]) != len(first) else f", where {names_of(ranks[:1])} has {layout.shape_at(odd[0])}"
     raise RankMismatchError(
-        f"{what} is placed {list(normal)} on {mesh}, but the parts that the ranks passed do not form one "
-        f"tensor{'' if not wanted else f' of shape {tuple(layout.shape)}{wanted}'} ({have}). Pass parts with the "
-        "sizes of distribute_tensor, or gather the parts inside the function and place the result Replicate()",
+        f"{what} is placed {list(normal)} on {mesh}, but the local tensors of the ranks do not form one "
+        f"tensor{'' if not wanted else f' of shape {tuple(layout.shape)}{wanted}'} ({have}). Pass shards with the "
+        "sizes that distribute_tensor gives, or gather them inside the function and place the result Replicate()",
         tuple(ranks),
     )

@@ -153,7 +153,7 @@ def _step_between(before: Layout, after: Layout) -> Move:
 
 
 def _way(placement: Placement) -> int | str | None:
-    """A placement as `step_between` takes it."""
+    """Return a placement in the form that `step_between` takes."""
     return placement.dim if isinstance(placement, Shard) else SUMMANDS if placement.is_partial() else None
 
 

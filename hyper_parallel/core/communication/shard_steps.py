@@ -28,8 +28,10 @@ class Gather(Move):
         return by_part(self.collective(self.platform.detach(x)), self.source, self.size, self.platform)
 
     def share(self, x: Any, data: Any) -> Any:
-        """Return the gathered ``data`` as a function of the shard ``x``, so that steps of both kinds share one
-        collective."""
+        """Return the gathered ``data``, recorded as computed from the shard ``x``.
+
+        So steps of both kinds share one collective.
+        """
         return self._take(x, self, data) if self.platform.requires_grad(x) else data
 
     def forward(self, ctx: Any, x: Any, data: Any = None) -> Any:
@@ -37,12 +39,12 @@ class Gather(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-gather outside autograd, which concatenates shards in rank order."""
+        """The all-gather as a function of a local tensor, outside autograd. It concatenates shards in rank order."""
         return collectives.bind_all_gather(self.mesh, self.mesh_dim, self.source.dim, self.source_sizes)
 
     @cached_property
     def for_parts(self) -> Gather:
-        """The same step for consumers that return a partial cotangent."""
+        """Return the same step for consumers that return a partial cotangent."""
         return GatherForParts(
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )
@@ -56,7 +58,7 @@ class Gather(Move):
 
     @cached_property
     def take_both(self) -> Callable[[Any], tuple[Any, Any, Any]]:
-        """A bound function that gathers for both kinds of consumers.
+        """A function that gathers a shard for both kinds of consumers.
 
         It returns three tensors. The first is the full tensor for consumers that return the full cotangent. The second
         is the full tensor for consumers that return a partial cotangent, or None if it would be expensive. The third is
@@ -143,7 +145,7 @@ class AllToAll(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The all-to-all outside autograd, with shards in rank order."""
+        """The all-to-all as a function of a local tensor, outside autograd. Shards are in rank order."""
         dims = self.source.dim, self.target.dim
         return collectives.bind_all_to_all(self.mesh, self.mesh_dim, *dims, self.source_sizes, self.target_sizes)
 
@@ -159,7 +161,7 @@ class ReduceScatter(Move):
 
     @cached_property
     def collective(self) -> TensorFunction:
-        """The reduce-scatter outside autograd, with shards in rank order."""
+        """The reduce-scatter as a function of a local tensor, outside autograd. Shards are in rank order."""
         op = self.source.reduce_op
         return collectives.bind_reduce_scatter(self.mesh, self.mesh_dim, self.target.dim, self.target_sizes, op)
 

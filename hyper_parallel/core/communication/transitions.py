@@ -3,7 +3,8 @@
 A step is a function of a local tensor. Its class defines the effect on local data (``forward``) and the step of the
 cotangent (``back``). The latter is differentiable, so that gradients of gradients are right. All steps follow one
 contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` a shard of the
-gradient. For `Partial`, each summand receives the full gradient. The steps from and to shards are in `shard_steps`.
+gradient. For `Partial`, each rank's value receives the full gradient. The steps from and to shards are in
+`shard_steps`.
 
 ====================  ====================  =========================  =======================
 step                  in `STEPS`            placements                 forward
@@ -99,7 +100,7 @@ class ConvertCotangent(_View):
 
 
 class IdentityReduceGrad(_View):
-    """Identity whose backward all-reduces over ``mesh_dims``, for consumers whose cotangents are summands. Instances
+    """Identity whose backward all-reduces over ``mesh_dims``, for consumers whose cotangents are partial. Instances
     come from `identity_reduce_grad`."""
 
     verb = "read_for_parts"
@@ -115,7 +116,7 @@ class IdentityReduceGrad(_View):
 
     @cached_property
     def of_parameter(self) -> TensorFunction:
-        """The bound form for a parameter, which supports `coalesce_gradients` (see `Platform.gradient_view`)."""
+        """The view as a function of a parameter, which supports `coalesce_gradients` (see `Platform.gradient_view`)."""
         platform, mesh, mesh_dims = self.platform, self.mesh, self.mesh_dims
         reducers = [collectives.bind_all_reduce(mesh, d) for d in mesh_dims]
 
@@ -208,9 +209,9 @@ class AllReduce(Move):
 
     @cached_property
     def in_place(self) -> TensorFunction:
-        """The bound form of a sum that writes into the tensor itself.
+        """The all-reduce of a sum as a function that writes the result into its operand.
 
-        The tensor must have no other reference, and its operation must not need its value in backward. If the platform
+        The operand must have no other reference, and its operation must not need its value in backward. If the platform
         has hooks, there is no node in the graph.
         """
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
@@ -288,8 +289,8 @@ class OneSummand(Move):
 
 
 class SummandGradient(_View, Move):
-    """Conversion of the gradient of summands into the gradient of their replicated sum. Values computed from it count
-    once (see `AllReduce.back`)."""
+    """Conversion of the gradient of a partial tensor into the gradient of its replicated sum. Values computed from it
+    count once (see `AllReduce.back`)."""
 
     verb = "summand_gradient"
 
@@ -349,7 +350,7 @@ def to_owner(gradient: Any, layout: Layout) -> Any:
 
 
 def to_summands(gradient: Any, layout: Layout) -> Any:
-    """Return a DTensor's gradient converted for its summands (see `platform.contract.Core.to_summands`). Each rank uses
-    it in a different computation."""
+    """Return a DTensor's gradient converted for its local partial tensors (see `platform.contract.Core.to_summands`).
+    Each rank uses it in a different computation."""
     dims = layout.summed_mesh_dims
     return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

@@ -115,7 +115,8 @@ class Steps:
 
 
 class _Place:
-    """A node in the tree of histories: the events that have followed, each with its next node. Mostly there is one."""
+    """A node in the tree of histories. It stores the events that have followed, usually one, each with its next
+    node."""
 
     __slots__ = ("event", "next", "others")
 
@@ -125,7 +126,7 @@ class _Place:
         self.others: dict[Event, _Place] = {}
 
     def lead(self, event: Event) -> tuple[_Place, bool]:
-        """Return the place that follows an event, and whether the event is new here."""
+        """Return the node that follows an event, and whether the event is new here."""
         found = self.next if self.event is event else self.others.get(event)
         if found is not None:
             return found, False
@@ -179,7 +180,7 @@ class Agreement:
         self._after, self._at = _Place(), _Place()
 
     def _compare(self, at: _Place, event: Event) -> Any:
-        """Make all ranks agree on ``event``, and return the place that follows it."""
+        """Make all ranks agree on ``event``, and return the node that follows it."""
         if at.event is event and not at.others and not CHECKS:
             return at.next
         try:

@@ -1,9 +1,9 @@
 """Distributed batches: DTensors that data-parallel ranks share, in place of one plain tensor per rank.
 
 All ranks then have one loss, and gradients are summed. Unsharded parameters are replicated DTensors, and are read in
-two ways. Operations on a shard of the batch read the partial-gradient view, whose cotangents are summands. The
-reduce-scatter of the unit adds these summands, so this view is the gathered parameter itself. Operations that all ranks
-repeat on the same values give the full cotangent on each rank. Only one rank's cotangent is counted.
+two ways. Operations on a shard of the batch give partial cotangents. The reduce-scatter of the unit reduces them, so
+such operations read the gathered parameter itself. Operations that all ranks repeat on the same values give the full
+cotangent on each rank. Only one rank's cotangent is counted.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def summed_over(mesh: DeviceMesh | None, inner: Sequence[DeviceMesh]) -> Iterato
 
 
 def mixed_batch(what: str, distributed: bool) -> ValueError:
-    """Return the error for a unit whose batch is distributed while the outermost unit's batch is not, or vice versa."""
+    """Return the error for a unit that gets DTensors inside one that got plain tensors, or vice versa."""
     given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
     return ValueError(
         f"{what} was called with {given}, and the outermost module under fully_shard with {others}. With DTensors all "

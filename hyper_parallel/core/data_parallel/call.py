@@ -12,7 +12,7 @@ _VERSION = attrgetter("_version")
 
 
 class RecordedCall:
-    """A call of a unit, as the autograd functions of its results see it. It lives as long as its autograd graph.
+    """A call of a unit, to which the autograd functions of its results refer. It lives as long as its autograd graph.
 
     Attributes:
         anchors: tensors that backward reaches from any result, one for each buffer. They are set only while the forward
@@ -28,12 +28,12 @@ class RecordedCall:
         self.again = False
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
-        """Return the anchors for results of ``dtype``, converted if conversion costs nothing."""
+        """Return `anchors` for results of ``dtype``. They are converted if that costs nothing."""
         return self.anchors
 
 
 class Call(RecordedCall):
-    """One call of a unit of `fully_shard`. With several ranks, its anchors are unsharded parameters.
+    """One call of a unit of `fully_shard`. With several ranks, `anchors` are unsharded parameters, one of each buffer.
 
     Attributes:
         parameters: the shards.

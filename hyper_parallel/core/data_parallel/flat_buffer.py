@@ -100,8 +100,10 @@ class FlatBuffer:
         self._pending = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
-        """Save this rank's part of `whole`, which is freed afterwards. Parts over the last dimension of ``mesh`` have
-        equal sizes, and the last ones are padded with zeros."""
+        """Save this rank's part of `whole`, which is freed afterwards, to gather it over fewer ranks in backward.
+
+        Parts over the last dimension of ``mesh`` have equal sizes, and the last ones are padded with zeros.
+        """
         platform, count, size = self.platform, self.whole.shape[0], mesh.shape[-1]
         width = -(-count // size)
         start = min(mesh.get_local_rank(mesh.ndim - 1) * width, count)

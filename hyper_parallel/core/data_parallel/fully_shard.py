@@ -293,7 +293,7 @@ def _placement(
     owner = _OWNED.get(p)
     if owner is not None:
         raise ValueError(
-            f"{what} belongs to another unit already, as {owner}: apply fully_shard once, to a module that contains "
+            f"{what} is sharded by fully_shard already, as {owner}: apply fully_shard once, to a module that contains "
             "all modules with this parameter"
         )
     refuse_foreign(p, mesh.platform, what)

@@ -59,8 +59,9 @@ class Gradients:
         self._rows.clear()
 
     def check_kind(self, one_loss: bool, what: str) -> None:
-        """Raise ValueError if gradients of the other kind of batch are accumulated. Averages and sums must not be
-        added.
+        """Raise ValueError if gradients of the other kind of batch, distributed or plain, are accumulated.
+
+        Averages and sums must not be added.
 
         Args:
             one_loss: whether the batch is distributed.
@@ -202,15 +203,17 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
 
 
 def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
-    """Append the cotangent of an unsharded parameter to ``unsummed`` until it is reduced. Unsharded parameters have
-    this function as ``_collect``."""
+    """Append the partial cotangent of an unsharded parameter to ``unsummed`` until it is reduced.
+
+    Unsharded parameters have this function as ``_collect``.
+    """
     unsummed.append((index, cotangent, mesh, mesh_dims))
 
 
 def with_summed(unsummed: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-    """Return cotangents of the parameters ``indices`` plus their summands in ``unsummed``.
+    """Return cotangents of the parameters ``indices`` plus their partial cotangents in ``unsummed``.
 
-    These summands are summed over tensor-parallel ranks, and removed from ``unsummed``.
+    The latter are all-reduced over tensor-parallel ranks, and removed from ``unsummed``.
     """
     new = dict(zip(indices, cotangents, strict=True))
     groups: dict[Any, list[Any]] = {}

@@ -26,11 +26,10 @@ def cast(tree: Any, dtype: Any, platform: Any) -> Any:
 
 
 def _through(platform: Any, function: Callable[..., Sequence[Any]], call: Any, xs: Sequence[Any]) -> dict[int, Any]:
-    """Pass tensors through a joint function, and return its results by the ids of its operands.
+    """Apply `Platform.joint_function` to the tensors, and return its results by the ids of its operands.
 
-    platform: platform of the tensors.
-        function: function of ``call`` and operands that returns one result of the same shape for each operand. Operands
-            of one dtype share one autograd node, which backward reaches from any of its results.
+    Args:
+        platform: platform of the tensors.
         function: takes ``call`` and operands, and returns a result of the same shape for each. Operands of one dtype
             share one autograd node, which backward reaches from any of its results.
         call: call of the module.
@@ -143,8 +142,8 @@ class Results:
         """Return ``output`` such that its cotangents unshard the parameters before backward enters the module.
 
         Args:
+            output: result of the module.
             call: the call of the unit.
-            call: the call.
             one_loss: whether the batch is distributed.
         """
         platform = self._platform
@@ -180,7 +179,9 @@ class Results:
         return map_tensors(output, lambda x: new.get(id(x), x), platform, self._unknown)
 
     def _unknown(self, x: Any) -> Any:
-        """Return ``x``, a result that may hold unknown tensors, such as a cache. Their backward bypasses the results.
+        """Return ``x``, a result in which tensors may be hidden, such as a cache.
+
+        The backward of hidden tensors bypasses the results.
 
         Raises:
             TypeError: on a platform that does not report when backward begins.

@@ -162,7 +162,7 @@ class Model:
             self.prefetch(order[at + 1 : at + 2])
 
     def left(self, unit: UnitParameters, goes_on: bool) -> None:
-        """Record that the forward of ``unit`` has computed its results, for backward to find.
+        """Record that the forward of ``unit`` has ended, so that backward can find its call.
 
         Args:
             unit: the unit.
@@ -207,8 +207,8 @@ class Model:
     def _begins(self, runs: Callable[[Any], bool]) -> None:
         """Unshard units at the start of a backward pass that will bypass the results of their calls.
 
-        An auxiliary loss that was set as an attribute has such a pass. No later hook could start the gather. Units are
-        also unsharded for calls whose backward was recorded (``create_graph``).
+        An auxiliary loss that was set as an attribute has such a pass. No later hook of the pass could start the
+        gather. Units are also unsharded for calls whose backward was recorded (``create_graph``).
         """
         self._nests = bool(self._passes)
         for unit, ref in self._calls:
@@ -243,7 +243,8 @@ class Model:
             call.check_whole(unit.what)
 
     def one_less_awaited(self, unit: UnitParameters) -> None:
-        """Count down by the cotangents of one buffer, or of the input. After the last ones the unit is closed."""
+        """Record that the cotangents of one buffer, or of the input, have arrived. Close the unit after the last
+        ones."""
         if unit.is_last_awaited() and (running := self.this_pass()) is not None:
             running.left(unit)
 

@@ -186,8 +186,7 @@ class Places:
         return before
 
     def check_there(self, tensors: Sequence[Any]) -> None:
-        """Raise ValueError if a module is gone, or its table holds anything but ``tensors``, which are ordered by
-        index."""
+        """Raise ValueError if a module is gone, or its table does not hold ``tensors``, which are ordered by index."""
         self._check_holders()
         wanted = self._by_slot(tensors)
         try:
@@ -198,7 +197,7 @@ class Places:
             raise self._taken(self._found(), wanted)
 
     def check_shown(self) -> None:
-        """Raise ValueError if something else has replaced a tensor that `put` has put there."""
+        """Raise ValueError if other code has replaced a tensor from `put`."""
         self.check_there(self._shown)
 
     def take_back(self, before: Any) -> None:
@@ -208,8 +207,10 @@ class Places:
         self._write(found)
 
     def put_beside(self, tensors: Sequence[Any]) -> None:
-        """Set ``tensors``, ordered by index, as attributes of the modules. The modules' parameter tables still hold the
-        shards, and frameworks look for parameters there."""
+        """Set ``tensors``, ordered by index, as attributes of the modules.
+
+        The modules' parameter tables still hold the shards, because frameworks look for parameters in the tables.
+        """
         for holder, name, x in zip(self._holders, self._names, self._by_slot(tensors), strict=True):
             module = holder()
             if module is not None:
@@ -320,7 +321,7 @@ def counts_of(wholes: Sequence[Any]) -> list[int]:
 
 
 def found_there(platform: Any, x: Any) -> str:
-    """Return the end of a message about ``x``, which replaces a parameter but cannot become a DTensor; may be empty."""
+    """Return the end of a message, which describes a tensor ``x`` of an unsupported class; empty for other tensors."""
     foreign = platform.foreign_tensor(x)
     return "" if foreign is None else f". There is {foreign}"
 

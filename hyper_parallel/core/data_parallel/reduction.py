@@ -67,7 +67,7 @@ class Block:
         return [(shape, math.prod(shape)) for shape in shapes]
 
     def whole_from(self, columns: Any, shard: Any) -> list[Any]:
-        """Return tensors that are, when joined, the full tensor with padding: `room` elements.
+        """Return the full tensor with padding (`room` elements), as a list of tensors to concatenate.
 
         Args:
             columns: the block's columns of the gathered rows, ``(ranks, sent)``; None where nothing is sent.

@@ -172,7 +172,7 @@ class ReplicatedUnit:
         return call, tensors
 
     def _goes_on(self, last: _Last, known: Buckets, one_loss: bool) -> bool:
-        """Return whether a new call shares views and all-reduces of the last: if no backward ran in between."""
+        """Return whether a new call reuses the views and all-reduces of the last, with no backward in between."""
         platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
@@ -238,7 +238,7 @@ class ReplicatedUnit:
 
 
 class _Call(RecordedCall):
-    """A call of a module, or several calls that share their gradients. Its only anchor is the token.
+    """A call of a module, or several calls that share their gradients. Backward reaches it through its token.
 
     Attributes:
         known: the trained parameters and their buckets.
@@ -275,9 +275,9 @@ class _Call(RecordedCall):
             self._shared.open = self
 
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
-        """Add the cotangents of one bucket to its gradients. Each parameter has one cotangent, which is a summand.
+        """Add the cotangents of one bucket to its gradients: a partial cotangent for each parameter.
 
-        In a distributed batch as many full cotangents follow, equal on all ranks. Only the first rank adds those.
+        For a distributed batch, a full cotangent for each follows, equal on all ranks. Only the first rank adds those.
 
         Raises:
             RuntimeError: if gradients of gradients are recorded.

@@ -40,8 +40,8 @@ _GROUP = "_fully_sharded_group"
 class Unit:
     """The unit of one module object, or of several.
 
-    plan: facts that a module shares with its copies.
-        modules: the modules, which are not kept alive.
+    Args:
+        plan: facts that a module shares with its copies.
         modules: the modules. They are not kept alive.
 
     Attributes:

@@ -78,7 +78,8 @@ class UnitParameters:
         self._unsummed: list[Any] = []  # `Call.unsummed` of the leaves
 
     def shards(self) -> list[Any]:
-        """Return the parameters; while an all-gather is pending, its shards, which `show` checks. Create buffers."""
+        """Return the parameters and create the buffers; while an all-gather is pending, return the shards that it
+        sends."""
         if self._pending and self._sent is not None:
             return self._sent
         parameters = self.places.parameters()
@@ -157,9 +158,9 @@ class UnitParameters:
                 self._follow(wholes, self._values)
 
     def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Copy values that a forward has written to parameters that stay unsharded until `reshard`.
+        """Copy values that a forward has written to parameters which stay unsharded until `reshard`.
 
-        A backend that does not count writes may have put the written values into other memory.
+        If a backend does not count writes, the new values may be in other memory than the parameters'.
 
         Args:
             wholes: the unsharded parameters that modules have read.
@@ -295,7 +296,7 @@ class UnitParameters:
                     buffer.shrink(mesh)
 
     def drop_parts(self) -> None:
-        """Discard the parts that `shrink` has saved."""
+        """Discard the parts of the unsharded parameters that `shrink` has saved."""
         for buffer in self.buffers:
             buffer.part = None
 
@@ -322,8 +323,7 @@ class UnitParameters:
         return self.is_freed and bool(self.plan.slots) and self.settings.whole_in_backward
 
     def runs_in_order(self, call: Call) -> bool:
-        """Return whether every reader of an unsharded parameter has run in backward once all cotangents have arrived.
-        Devices have their own order, but a node that reads trained parameters gives each a cotangent."""
+        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
         all_trained = sum(map(len, call.trained)) == len(call.parameters)
         return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
 
@@ -349,7 +349,7 @@ class UnitParameters:
         self.show(leaves, call.parameters)
 
     def is_last_awaited(self) -> bool:
-        """Count the cotangents of one buffer, or of the input; return whether they were the last."""
+        """Record the arrival of the cotangents of one buffer, or of the input. Return whether they were the last."""
         self._awaited -= 1
         return self._awaited == 0
 

@@ -199,8 +199,8 @@ def context_parallel_unshard(
         length = sum(each)
         if each != chunk_sizes(length, mesh.size()):
             raise ValueError(
-                f"context_parallel_unshard: the ranks have {each} positions of buffer {i}, but shards of "
-                f"context_parallel have {chunk_sizes(length, mesh.size())} positions"
+                f"context_parallel_unshard: the ranks passed {each} positions of buffer {i}, but context_parallel "
+                f"shards {length} positions into {chunk_sizes(length, mesh.size())}: pass shards of these lengths"
             )
         layout = get_layout(mesh, (Shard(dim),), (*shape[:dim], length, *shape[dim + 1 :]))
         whole = DTensor._of_part(x, layout).full_tensor()

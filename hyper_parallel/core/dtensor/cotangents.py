@@ -16,7 +16,7 @@ __all__ = ["as_cotangent", "for_user", "through_hook"]
 
 
 def for_user(gradient: Any, layout: Layout) -> Any:
-    """Return a new DTensor with the plain local gradient that reached a tensor of ``layout``."""
+    """Return a plain local gradient, which reached a tensor of ``layout``, as a new DTensor."""
     platform = layout.mesh.platform
     with platform.no_dispatch():
         local = platform.alias(to_owner(gradient, layout))
@@ -39,7 +39,10 @@ def as_cotangent(gradient: Any, layout: Layout, what: str) -> Any:
             f"{type(gradient).__name__}: use distribute_tensor or DTensor.from_local"
         )
     if tuple(given.shape) != tuple(layout.shape):
-        raise ValueError(f"{what} has shape {tuple(given.shape)}, the tensor {tuple(layout.shape)}")
+        raise ValueError(
+            f"{what} has shape {tuple(given.shape)}, but the tensor has {tuple(layout.shape)}: pass a gradient of the "
+            "tensor's shape"
+        )
     return gradient.redistribute(placements=list(wanted.placements))
 
 

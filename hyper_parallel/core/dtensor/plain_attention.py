@@ -68,8 +68,8 @@ class _Parts(ABC):
         """Raise ValueError for another function that mixes positions, because it would see only the local shard."""
         if self.mesh.size() > 1 and not set(lengths).isdisjoint(self.sizes):  # sizes of all ranks: all agree
             raise ValueError(
-                f"{name} over a dimension of {list(lengths)} would see this rank's part of the sequence alone: the "
-                f"ranks of {self.mesh} hold {list(self.sizes)} positions. For attention, call "
+                f"{name} mixes positions, but a dimension of its input, {list(lengths)}, is this rank's shard of the "
+                f"sequence: the ranks of {self.mesh} hold {list(self.sizes)} positions. For attention, call "
                 "scaled_dot_product_attention. For other operations, gather the sequence with "
                 "context_parallel_unshard, or leave the context first. DTensors placed Shard along the sequence work "
                 "without these steps"
@@ -110,8 +110,8 @@ class _Parts(ABC):
         """Raise ValueError for DTensors that are not placed on heads or samples of the local shard."""
         if not all(isinstance(x, DTensor) and x.device_mesh.is_beside(self.mesh) for x in tensors):
             raise ValueError(
-                f"{self.where}: queries, keys and values must all be plain tensors, or all DTensors on another "
-                f"dimension of the mesh than {self.mesh}"
+                f"{self.where}: pass queries, keys and values that are all plain tensors, or all DTensors on one mesh "
+                f"dimension other than {self.mesh}, which shards the sequence"
             )
         for x in tensors:
             if any(p.is_shard(len(x.shape) - 2) for p in x.placements):
@@ -158,8 +158,8 @@ class _Parts(ABC):
     def _no_parts(self, given: Sequence[tuple[int, ...]], wanted: str) -> ValueError:
         """Return the error for lengths that are wrong for shards of one sequence."""
         return ValueError(
-            f"{self.where}: the ranks passed queries, keys and values of {given} positions (dimension -2; -1 for "
-            f"tensors of fewer than 3 dimensions), but {wanted}"
+            f"{self.where}: the ranks passed (queries, keys, values) of {given} positions along dimension -2 (-1 "
+            f"stands for tensors of fewer than 3 dimensions), but {wanted}"
         )
 
     def _whole(self, x: Any, length: int) -> Any:
@@ -233,7 +233,7 @@ class PartsInContext(_Parts):
 
 
 class Earlier:
-    """Findings of the earlier calls of a module.
+    """State from earlier calls of attention in a module with the style `ContextParallel`.
 
     Attributes:
         compared: the calls that ranks have compared, by number inside of the module.
@@ -276,9 +276,9 @@ class PartsOfModule(_Parts):
         return y
 
     def gathered(self, q: Any, k: Any, v: Any, dropout: float) -> tuple[Any, Any, np.ndarray]:
-        """Whole keys and values, in the order of the sequence, and the positions of this rank's queries.
+        """Return the full keys and values, in the order of the sequence, and the positions of this rank's queries.
 
-        For attention that a module computes itself. Gradients of keys and values are sums over the ranks.
+        It serves modules that compute attention themselves. Gradients of keys and values are summed over the ranks.
         """
         shapes = [tuple(x.shape) for x in (q, k, v)]
         ranges = self._ranges(shapes, lambda: self._facts(shapes, q, None, dropout))
@@ -292,7 +292,10 @@ class PartsOfModule(_Parts):
         return k, v, np.concatenate([np.arange(start, start + n) for start, n in own])
 
     def _key(self, call: Any, q: Any, k: Any, v: Any) -> tuple | None:
-        """All that decides how a call of plain tensors runs, besides their values; None for other calls."""
+        """Return the cache key of a call on plain tensors: all facts, except values, that determine how it runs.
+
+        Return None for other calls.
+        """
         options, platform = getattr(call, "options", None), self.platform
         if options is None or isinstance(q, DTensor) or platform.sends_nothing or platform.is_compiling():
             return None

@@ -364,8 +364,8 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
 def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
     """Return ``local`` through an identity that only affects gradients of gradients.
 
-    Outside of DTensors, gradients of summands count differently than inside. ``convert`` is `to_owner` for a tensor
-    that becomes a DTensor of ``layout``. It is `to_summands` for a tensor that leaves one.
+    In gradients of gradients, plain partial tensors count differently than partial DTensors. ``convert`` is `to_owner`
+    for a tensor that becomes a DTensor of ``layout``. It is `to_summands` for a tensor that leaves one.
     """
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 

@@ -80,8 +80,8 @@ class Layout:
     def tells_strides(self) -> bool:
         """Return whether the global strides follow from the strides of every rank's shard.
 
-        They do not if some rank has at most one element of a longer dimension. The stride of that dimension is then
-        meaningless.
+        They do not if some rank has at most one element of a dimension that is longer globally. The stride of that
+        dimension is then meaningless.
         """
         parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
         return all(part > 1 or size == part == 1 for size, part in parts)
@@ -267,9 +267,9 @@ def _check_order(placements: tuple[Placement, ...], mesh: DeviceMesh, what: str)
         if placement.split_factor not in factors:
             use = "".join(f", or {StridedShard(dim, factor)!r}" for factor in factors)
             raise ValueError(
-                f"{what} is placed {list(placements)}: the split_factor of {placement!r} on mesh dimension "
-                f"{mesh.dim_label(mesh_dim)} must be a product of sizes of later mesh dimensions that shard tensor "
-                f"dimension {dim} first. The mesh has shape {mesh.shape}: use Shard({dim}){use}"
+                f"{what} is placed {list(placements)}: {placement!r} on mesh dimension {mesh.dim_label(mesh_dim)} "
+                "means that later mesh dimensions, whose sizes multiply to split_factor, shard tensor dimension "
+                f"{dim} first. No mesh dimensions do so in the mesh of shape {mesh.shape}: use Shard({dim}){use}"
             )
     for shard in packed:
         if cut_order(placements, mesh.shape, shard.dim) is None:

@@ -71,11 +71,11 @@ def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
 
 
 def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any], Any] | None:
-    """Return ``order(x, y)``, which restores the memory order of a single-device tensor after redistribution, or None.
+    """Return a function that restores the memory order of a redistributed tensor; None if no tensor needs it.
 
-    ``x`` is the local tensor of layout ``have``, and ``y`` the tensor of layout ``read`` that redistribution made of
-    it. ``order`` returns ``y`` with the order of ``x``, so that results of an operation on ``y`` have it too. With
-    ``spaced``, for views, gaps and expanded dimensions are reproduced. The result is None if no tensor needs it.
+    ``order(x, y)`` takes the local tensor ``x`` of layout ``have``, and the redistributed ``y`` of layout ``read``. It
+    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. With
+    ``spaced``, for views, gaps and expanded dimensions are reproduced.
     """
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
     if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):

@@ -279,8 +279,8 @@ class PackedShard(Shard):
 class Partial(Placement):
     """Every rank along the mesh dimension holds a full-shape tensor, and the value is the reduction of these tensors.
 
-    With ``"sum"``, each rank holds a summand. Operations that contract a sharded dimension give partial results;
-    `DTensor.redistribute` reduces them.
+    With ``"sum"``, the value is the sum of the ranks' tensors. Operations that contract a sharded dimension give
+    partial results; `DTensor.redistribute` reduces them.
 
     Args:
         reduce_op: the reduction: ``"sum"``, ``"avg"``, ``"max"``, ``"min"`` or ``"product"``.

@@ -30,8 +30,8 @@ def held_rectangles(layout: Layout, coordinate: Sequence[int]) -> tuple[Rectangl
     """Return the rectangles of a tensor of ``layout`` that the rank at ``coordinate`` of the mesh holds, in row-major
     order.
 
-    There is one rectangle, or one for each part of a packed dimension, or none for an empty shard. A rank that holds a
-    summand (`Partial`) counts as a rank with the full tensor.
+    There is one rectangle, or one for each part of a packed dimension, or none for an empty shard. A rank with a
+    partial tensor (`Partial`) counts as a rank with the full tensor.
 
     Args:
         layout: layout of a tensor of any number of dimensions; a 0-d tensor is one rectangle.

@@ -70,10 +70,10 @@ def dense_strides(shape: Sequence[int], strides: Strides, part: Sequence[int] | 
 
 
 def spaced_strides(shape: Sequence[int], strides: Strides, part: Sequence[int]) -> Strides:
-    """Return strides for a shard from which the same facts follow as from the global strides.
+    """Return strides for a shard that keep two properties of the global strides.
 
-    These facts are contiguity, and which dimensions can be merged. Where the tensor has a gap, the shard gets a gap of
-    the size of the preceding elements. So the global strides follow from the strides of a shard of any size.
+    The properties are contiguity, and which dimensions can be merged. Where the tensor has a gap, the shard gets a gap
+    of the size of the preceding elements. So the global strides follow from the strides of a shard of any size.
 
     Args:
         shape, strides: global shape and strides of the tensor.

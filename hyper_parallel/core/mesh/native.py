@@ -84,8 +84,8 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         dims = _dims_of_row(root, row, coordinate)
         if dims is None:
             raise ValueError(
-                f"the ranks {row} of dimension {name!r} match no dimension of {root} and no flattened dimensions: "
-                "make a mesh with this dimension. If _unflatten of the framework's mesh made the dimension, use "
+                f"dimension {name!r} has the ranks {row}, which no dimension of {root} has, flattened or not: make a "
+                "mesh with this dimension. If _unflatten of the framework's mesh made the dimension, use "
                 "hyper_parallel.init_device_mesh, whose meshes have _unflatten too"
             )
         root.slices.flat_groups.setdefault(dims, known.groups[dim])

@@ -144,8 +144,8 @@ def mesh_of_groups(
     for dim, each in enumerate(known):
         if list(each.ranks) not in rows_along(ranks, (dim,)):
             raise ValueError(
-                f"the process group of dimension {dim} has the ranks {list(each.ranks)}, which are not a row of the "
-                f"mesh {ranks.tolist()} along this dimension"
+                f"the process group of dimension {dim} has the ranks {list(each.ranks)}, but no row of the mesh "
+                f"{ranks.tolist()} along this dimension has them: pass one group for each dimension, in order"
             )
     made: _Mesh | None = MESHES.get((platform, ranks.shape, tuple(ranks.ravel().tolist()), names))
     groups, keys = tuple(each.group for each in known), tuple(each.key for each in known)

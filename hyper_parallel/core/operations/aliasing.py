@@ -218,8 +218,10 @@ def _tracking(view: _View, layout: Layout) -> Aliasing:
 
 
 def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing | None:
-    """Return the aliasing of an operation that returns no view, whose result may not be in row-major order in
-    memory."""
+    """Return the steps that track strides for an operation that returns no view.
+
+    Its result may have another memory order than row-major.
+    """
     given = [(i, x) for i, x in enumerate(layouts) if x is not None and x.ndim]
     if (
         not given

@@ -168,8 +168,8 @@ def _shape(x: Any) -> Any:
 def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
     """Return ``bind`` for an element-wise operation.
 
-    The operands are the first arguments or, with the text ``*``, all tensors among the arguments. The static arguments
-    are the other arguments, or None if there are none.
+    The operands are the first arguments, or with the text ``*`` all tensors among the arguments. The static arguments
+    are the other arguments, or None without any.
     """
     if text == "*":
         anywhere = _as_called(canonical.signature, "", lambda given: (), words)
@@ -200,7 +200,10 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 
 
 def _as_called(signature: Signature, text: str, facts: Facts, words: Words) -> Bind:
-    """Return ``bind`` whose operands are tensor arguments: the operands of the signature, or all tensors."""
+    """Return ``bind`` for an operation that is called again with its original arguments.
+
+    Its operands are the tensors among the arguments: those that the signature names, or all.
+    """
     arguments = read_arguments(text)
     places, names = _places(arguments, words), [x.name for x in arguments]
     if signature.several:

@@ -104,8 +104,9 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
 
 
 class _Given:
-    """A DTensor and its gathered value, which the operation received. The operation may write to that value: batch
-    normalisation updates its running statistics.
+    """A DTensor, and its gathered value that the operation received.
+
+    The operation may write to that value: batch normalisation updates its running statistics.
 
     Attributes:
         x: the DTensor.

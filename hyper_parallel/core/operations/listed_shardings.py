@@ -15,7 +15,7 @@ __all__ = ["TensorSpec", "listed_op", "listed_rule", "plain"]
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of a global tensor. It replaces a tensor when a function is called to list shardings.
+    """Shape and dtype of a global tensor, passed to a function that lists shardings.
 
     Attributes:
         shape: global shape.

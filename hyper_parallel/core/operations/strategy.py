@@ -59,8 +59,8 @@ class Strategy:
 class _Choice:
     """A possible sharding of the operation on one mesh dimension.
 
-    ``label`` is sharded as ``shard``, or no label if that is None. With ``splits``, ranks compute different parts, and
-    each contributes a summand to the gradients of replicated operands.
+    ``label`` is sharded as ``shard``, or no label if that is None. With ``splits``, ranks compute different parts, so
+    their gradients of replicated operands are partial.
     """
 
     operands: tuple[Placement | None, ...]
@@ -236,8 +236,10 @@ def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: 
 def _sharded_labels(
     sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, natural: set[Label]
 ) -> list[tuple[Label, Shard]]:
-    """Return pairs of a sharded label of some operand and its `Shard` type. The type includes packed sizes and strides;
-    its dimension is 0."""
+    """Return (label, `Shard` type) for each label that is sharded in some operand.
+
+    The type includes packed sizes and strides; its dimension is 0.
+    """
     found: list[tuple[Label, Shard]] = []
     for labels, layout in zip(sharding.operands, layouts, strict=True):
         if labels is not None and layout is not None and isinstance(p := layout.placements[mesh_dim], Shard):

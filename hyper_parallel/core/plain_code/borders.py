@@ -13,7 +13,7 @@ from hyper_parallel.platform.contract.modules import APPLIED
 
 
 def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bool, computed: bool) -> Problem | None:
-    """Return the problem of a plain tensor that is converted to a DTensor of ``layout``, or None.
+    """Return the problem of a plain tensor that becomes a DTensor of ``layout`` but has another placement, or None.
 
     Args:
         mark: mark of the tensor.
@@ -52,7 +52,7 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
 def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> bool:
     """Return whether a style of ``module`` keeps the placement of its input, and the last dimension is unsharded.
 
-    This holds for styles of norms. Their ``layout`` may shard another dimension than the input's marks.
+    This holds for styles of norms. Their ``layout`` may shard another dimension than the input has.
 
     Args:
         module: module with styles.
@@ -68,7 +68,8 @@ def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> b
 
 
 def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem | None:
-    """Return the problem of a model output with the marks ``ways`` from the module ``source``, or None."""
+    """Return the problem of a model output from the module ``source``, with the possible placements ``ways``, or
+    None."""
     if not isinstance(ways, tuple) or any(m is None or not (m.sharded or partial_dims(m.layout)) for m in ways):
         return None
     of = f" from {source!r}" if source else ""
@@ -82,7 +83,7 @@ def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem |
 
 @dataclass
 class Rows:
-    """Input rows of a styled module that are not consecutive in the global tensor: this rank's rows of each sample.
+    """This rank's rows of a styled module's input, if they are not consecutive in the global tensor.
 
     Attributes:
         count: global number of rows.

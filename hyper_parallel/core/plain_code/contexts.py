@@ -1,4 +1,4 @@
-"""Contexts that follow a program, or suspend following."""
+"""Contexts in which the operations of a program on plain tensors are followed, or not, for `check_plain_code`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["follow", "looking", "marked_like", "platform_of", "unmarked"]
 
 @contextmanager
 def follow(model: Any, platform: Platform) -> Iterator[Following]:
-    """Follow the program inside this context.
+    """Report the program's operations on plain tensors to ``following`` inside this context.
 
     Raises:
         TypeError: if the backend cannot follow programs.
@@ -44,7 +44,7 @@ def follow(model: Any, platform: Platform) -> Iterator[Following]:
 
 @contextmanager
 def looking() -> Iterator[None]:
-    """Suspend following inside this context, for operations of the library, such as reads of values for a report."""
+    """Suspend following inside this context, for the library's own operations, such as reading values for a report."""
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is not None:
         following.paused += 1
@@ -57,7 +57,7 @@ def looking() -> Iterator[None]:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Leave plain tensors from DTensors unmarked, for programs that shard tensors themselves, such as sequences.
+    """Do not follow plain tensors from DTensors, for programs that shard tensors themselves, such as sequences.
 
     The gradients of parameters are then partial, and the program reduces them as in data parallelism.
     """
@@ -73,7 +73,10 @@ def unmarked() -> Iterator[None]:
 
 
 def marked_like(y: Any, x: Any) -> Any:
-    """Return ``y`` with the marks of ``x``. Both have the same placements, and may differ in unsharded dimensions."""
+    """Return ``y`` with the recorded placements of ``x``.
+
+    Both have the same placements, and may differ in unsharded dimensions.
+    """
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     found = held(x)
     if following is not None and found is not None and not following._platform.in_backward():

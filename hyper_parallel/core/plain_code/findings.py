@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Problem:
-    """A finding without its place in the program, which is cached for all equal calls.
+    """A finding without its line in the program. It is cached for all equal calls.
 
     Attributes:
         kind: ``"whole"``: a sharded dimension must be unsharded. ``"sum"``: a partial tensor must be reduced first.

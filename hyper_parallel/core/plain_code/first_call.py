@@ -102,7 +102,7 @@ class _Calls:
             warnings.warn(_text(following), stacklevel=2)
 
     def _refuse(self, following: Following) -> None:
-        """Raise ValueError for `reached` findings.
+        """Raise ValueError for findings that affect a styled module or the output.
 
         All ranks raise at the same place, before the module that takes the affected tensor communicates.
         """

@@ -79,7 +79,8 @@ class Following(Report):
         return sizes_of_part(ways_of(x), given, self._roots)
 
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
-        """Run an operation, judge it and mark its results. This implements `Follower.operation`."""
+        """Run an operation, judge it, and record the placements of its results. This implements
+        `Follower.operation`."""
         platform, title = self._platform, name_of(func)
         if platform.in_backward():  # a recomputed forward
             return call()
@@ -138,7 +139,7 @@ class Following(Report):
         return result
 
     def _described(self, x: Any, trains: bool, marks: list[Held]) -> Operand:
-        """Describe an operand, and append its record to ``marks``."""
+        """Describe an operand, and append its recorded placement to ``marks``."""
         found = held(x)
         if found is not None:
             marks.append(found)
@@ -146,10 +147,7 @@ class Following(Report):
         return Operand(tuple(x.shape), WHOLE if found is None else found.ways, trains, parameter)
 
     def _are_read(self, operands: Sequence[Any]) -> bool:
-        """Return whether gradients of unmarked ``operands`` are read, as far as their graphs are known.
-
-        A program may set ``requires_grad`` of zeros that it has made, for the sake of activation checkpointing.
-        """
+        """Return whether the gradients of ``operands`` without a recorded placement may be used."""
         platform = self._platform
         plain = [x for x in operands if platform.is_tensor(x) and platform.requires_grad(x) and held(x) is None]
         kinds = (platform.Parameter, *self._inputs)
@@ -176,7 +174,7 @@ class Following(Report):
         return found
 
     def _mesh_of(self, operands: tuple[Operand | None, ...]) -> DeviceMesh | None:
-        """Return the mesh of the operands' marks, or None if all operands are replicated."""
+        """Return the mesh of the operands' recorded placements, or None if all operands are replicated."""
         for x in operands:
             if x is None or x.ways is WHOLE:
                 continue
@@ -202,7 +200,7 @@ class Following(Report):
                 self._platform.write_mark(x, None)
 
     def _mark_base(self, view: Any, source: str, findings: tuple[Finding, ...]) -> None:
-        """Mark the base tensor of a view that was written to."""
+        """Record the placement of the base tensor of a view that was written to."""
         platform = self._platform
         base, ways = platform.base_of(view), ways_of(view)
         if base is None or (ways == WHOLE and not findings) or held(base) is not None:
@@ -214,8 +212,7 @@ class Following(Report):
         self._mark((base,), (found,), source, findings)
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
-        """Mark the results of an unknown operation as not followed. A returned argument keeps its mark, unless the
-        operation writes to it."""
+        """Record that the placements of an unknown operation's results are unknown."""
         given = list(tensors_in((args, kwargs), self._platform.Tensor))
         writes = kwargs.get("out") is not None or title.rstrip("_") + "_" == title
         results = [y for y in tensors_in(result, self._platform.Tensor) if writes or not any(y is x for x in given)]
@@ -230,7 +227,7 @@ class Following(Report):
         self._mark(results, (lost,) * len(results), "", findings)
 
     def _communicated(self, args: tuple, kwargs: dict, title: str) -> None:
-        """Withdraw the findings about the arguments of a collective. The program itself combines the shards."""
+        """Withdraw the findings about the arguments of a collective, because the program itself combines the shards."""
         self.unknown[title] = self.unknown.get(title, 0) + 1
         for x in tensors_in((args, kwargs), self._platform.Tensor):
             found = held(x)
@@ -248,8 +245,8 @@ class Following(Report):
 
     # ------------------------------------------------------------------------------------------------ borders
     def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
-        """Mark ``x``, a plain tensor that was made from a DTensor of ``layout``. Its gradient is partial along the
-        mesh dimensions ``summed``."""
+        """Record the placement of ``x``, made from a DTensor of ``layout``. Its gradient is partial along
+        ``summed``."""
         if not self.is_here:
             return
         self._mesh = layout.mesh
@@ -267,7 +264,8 @@ class Following(Report):
             self.lose(x, UNEVEN, layout.mesh)
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
-        """Mark ``x``, which a style made by joining ``pieces`` with different marks along ``dim``."""
+        """Record the placements of ``x``, which a style made by concatenating differently placed ``pieces`` along
+        ``dim``."""
         if not self.is_here:
             return
         dim %= len(x.shape)
@@ -275,7 +273,7 @@ class Following(Report):
         self._platform.write_mark(x, Held(found, self._styled, stated=True))
 
     def lose(self, x: Any, why: str, mesh: DeviceMesh) -> None:
-        """Mark ``x``, a shard on ``mesh``, as not followed. ``why`` is the reason in the report."""
+        """Record that the placement of ``x``, a shard on ``mesh``, is unknown. ``why`` is the reason in the report."""
         if not self.is_here:
             return
         self._mesh = mesh
@@ -327,12 +325,12 @@ class Following(Report):
                 self.on_reached()
 
     def begins(self, inputs: Any) -> None:
-        """Note the ``inputs`` of the model: a style may declare that they are shards."""
+        """Store the ``inputs`` of the model, because a style may declare that they are shards."""
         for x in tensors_in(inputs, self._platform.Tensor):
             self._inputs.add(x)
 
     def ends(self) -> None:
-        """Remove the marks that styles gave to inputs of the model."""
+        """Remove the placements that styles have declared for inputs of the model."""
         self._inputs.clear(self._platform)
 
     def gives(self, output: Any) -> None:
@@ -348,7 +346,7 @@ class Following(Report):
                 self._reached.add(self._find(problem, "the model's output"))
 
     def reach(self, values: Any) -> None:
-        """Record that a styled module or the caller gets tensors. Findings that affect them become `reached`."""
+        """Record that a styled module or the caller receives these tensors, so that findings about them count."""
         for x in tensors_in(values, self._platform.Tensor):
             found = held(x)
             if found is not None:

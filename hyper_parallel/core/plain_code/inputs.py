@@ -32,14 +32,14 @@ class Inputs:
         return (x for known in self._known.values() if (x := known()) is not None)
 
     def add(self, x: Any) -> None:
-        """Add an input of the model. It may have marks, from the model that returned it."""
+        """Add an input of the model. Its placement may be known from the model that returned it."""
         self._known[id(x)] = weakref.ref(x)
         found = held(x)
         if found is not None and isinstance(found.ways, tuple):
             self._placed.update(_placement(mark) for mark in found.ways)
 
     def declare(self, x: Any, found: Held, platform: Platform) -> None:
-        """Mark an input as the style declares it that takes the input."""
+        """Record the placement of an input, as the style that takes the input declares it."""
         platform.write_mark(x, found)
         self._declared.append((weakref.ref(x), found))
         self._placed.update(_placement(mark) for mark in found.ways)  # type: ignore[union-attr]
@@ -49,7 +49,7 @@ class Inputs:
         return all(_placement(mark) in self._placed for mark in ways)
 
     def clear(self, platform: Platform) -> None:
-        """Remove the marks from declared inputs: another program may use these tensors for something else."""
+        """Remove the declared placements, because another program may use these tensors for something else."""
         for known, found in self._declared:
             x = known()
             if x is not None and held(x) is found:

@@ -43,7 +43,7 @@ _MOST_WAYS = 64
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on one operation.
+    """The result of judging one operation: a problem, or the placements of its results.
 
     Attributes:
         problems: problems of the result, which differs from that of one device. The results then have no marks.
@@ -59,7 +59,7 @@ class Verdict:
 
 
 class Operand(NamedTuple):
-    """An operand of an operation.
+    """An operand of an operation that is judged: its local shape and possible placements.
 
     Attributes:
         shape: local shape.
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 
 def judge(call: Call, mesh: DeviceMesh) -> Verdict:
-    """Judge an operation that has an operand with a mark on ``mesh``."""
+    """Judge an operation that has an operand with a recorded placement on ``mesh``."""
     lost = next((x.ways for x in call.operands if x is not None and isinstance(x.ways, Lost)), None)
     if lost is not None:
         return Verdict(results=(lost,) * len(call.shapes))
@@ -122,13 +122,13 @@ def judge(call: Call, mesh: DeviceMesh) -> Verdict:
 
 
 def _any_of(ways: Sequence[Ways]) -> Ways:
-    """Return the possible marks of a result, from those that it has for each combination of operand marks."""
+    """Return the possible placements of a result, from those for each combination of operand placements."""
     odd = next((w for w in ways if isinstance(w, (Joined, Lost))), None)
     return odd if odd is not None else tuple(dict.fromkeys(itertools.chain(*ways)))  # type: ignore[arg-type]
 
 
 def _judge_way(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh) -> Verdict:
-    """Judge the call for one combination of operand marks."""
+    """Judge the call for one combination of operand placements."""
     if call.name == "like" and (marks[0] is None or not marks[0].sharded):
         return Verdict(results=(WHOLE,) * len(call.shapes))
     if call.name == "cat" and len(set(marks)) > 1 and all(m is None or _only_summed(m) for m in marks):
@@ -152,7 +152,7 @@ def _only_summed(mark: Mark) -> bool:
 
 
 def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
-    """Return marks for replicated operands that have the size of a shard.
+    """Return placements for replicated operands that have the size of a shard.
 
     The program itself may have created such a tensor as a shard.
     """
@@ -242,7 +242,10 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
 
 
 def _sharding(name: str, shapes: tuple, static: Any) -> OpSharding | None:
-    """Return the answer of a rule: None for misfitting operands, and for arguments that the rule does not know."""
+    """Return the result of a rule.
+
+    It is None for operands that do not fit, and for arguments that the rule does not know.
+    """
     try:
         return OPERATIONS[name].rule(shapes, static)
     except Exception:  # rules may assume a valid call
@@ -258,7 +261,8 @@ def _right(
     merged: int,
     draws: bool,
 ) -> Verdict:
-    """Return the verdict on an operation without redistribution: checks of gradients, and the marks of its results."""
+    """Return the verdict on an operation without redistribution: checks of gradients, and the placements of its
+    results."""
     mesh_dims = range(next(x for x in layouts if x is not None).mesh.ndim)
     split = set(itertools.chain(*strategy.partial_grad_dims))
     # Along these mesh dimensions all ranks compute the same, and the gradient of some operand is partial. So the
@@ -326,11 +330,12 @@ def _is_native(rule_call: Any, call: Call, strategy: Strategy, mesh: DeviceMesh)
 
 
 class _OtherCallError(Exception):
-    """The local call of a rule does something else than the native operation."""
+    """Raised if the local call of a rule does more than call the native operation."""
 
 
 def _judge_joined(call: Call) -> Verdict:
-    """Judge an operation on a `Joined` tensor. A split or slice into the joined pieces restores their marks."""
+    """Judge an operation on a `Joined` tensor. A split or slice into the concatenated pieces restores their
+    placements."""
     first = call.operands[0]
     count = len(call.shapes)
     if first is None or not isinstance(first.ways, Joined) or sum(x is not None for x in call.operands) > 1:
@@ -350,7 +355,7 @@ def _judge_joined(call: Call) -> Verdict:
 
 
 def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
-    """Return the marks of the piece that contains a slice of the joined dimension, or None.
+    """Return the placements of the piece that contains a slice of the concatenated dimension, or None.
 
     The slice must take all elements of the other dimensions.
     """
@@ -365,7 +370,7 @@ def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
 
 
 def _resized(ways: Ways, shape: tuple[int, ...]) -> Ways:
-    """Return the marks of replicated tensors for a tensor of another shape."""
+    """Return the recorded form of replicated tensors for a tensor of another shape."""
     if not isinstance(ways, tuple):
         return ways
     return tuple(None if m is None else Mark(replicated_layout(m.layout.mesh, shape), m.summed) for m in ways)

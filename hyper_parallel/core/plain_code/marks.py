@@ -1,7 +1,7 @@
-"""Marks: how a plain tensor is placed on each mesh dimension, stored on the tensor while a program is followed.
+"""Marks: records of how a plain tensor is placed on each mesh dimension, for a program that is followed.
 
-A tensor without a mark is replicated. After an ambiguous view a tensor has several possible marks. Later operations
-drop the marks for which they would be wrong.
+A mark is stored on its tensor. A tensor without a mark is replicated. After an ambiguous view a tensor has several
+possible marks. Later operations drop the marks for which they would be wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Joined:
-    """Marks of a tensor that was joined from pieces with different marks. Splitting it restores the marks.
+    """Marks of a tensor that was concatenated from pieces with different marks. Splitting it restores the marks.
 
     Attributes:
         dim: the joined dimension, not negative.
@@ -86,7 +86,7 @@ WHOLE: Ways = (None,)
 
 @dataclass(frozen=True)
 class Held:
-    """The record that is stored on a marked tensor.
+    """The record on a marked tensor: its possible placements, and findings about it.
 
     Attributes:
         ways: possible marks of the tensor.
@@ -102,18 +102,18 @@ class Held:
 
 
 def held(x: Any) -> Held | None:
-    """Return the record of a marked tensor, or None for any other object."""
+    """Return the `Held` of a marked tensor, or None for any other object."""
     return getattr(x, MARKS, None)
 
 
 def ways_of(x: Any) -> Ways:
-    """Return the possible marks of a tensor; `WHOLE` for an unmarked tensor."""
+    """Return the possible placements of a tensor; `WHOLE` for a tensor without a mark."""
     found = held(x)
     return WHOLE if found is None else found.ways
 
 
 def layout_of(mark: Mark | None, mesh: DeviceMesh, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a tensor with ``mark`` and local ``shape``."""
+    """Return the layout, with its global shape, of a tensor with ``mark`` and the local ``shape``."""
     return replicated_layout(mesh, shape) if mark is None else mark.layout
 
 
@@ -123,7 +123,7 @@ def is_even(layout: Layout) -> bool:
 
 
 def mark_of(layout: Layout, summed: tuple[int, ...] = (), merged: int = 0) -> Mark | None:
-    """Return the mark of a layout, or None for replicated values with replicated gradients."""
+    """Return the `Mark` for a layout, or None for replicated values with replicated gradients."""
     if not summed and all(
         p is Replicate() or size == 1 for p, size in zip(layout.placements, layout.mesh.shape, strict=True)
     ):

@@ -29,7 +29,7 @@ def _plain(x: Any) -> Any:
 
 
 def _of_part(here: Any, whole: Any, read: tuple[int, int], roots: Roots) -> Any:
-    """Return the number ``here`` of a shard, which is ``whole`` on a single device."""
+    """Return the number ``here`` of a shard. It remembers ``whole``, which a single device would have."""
     if here == whole or type(here) not in (int, float):
         return here
     found: Any = (PartSize if type(here) is int else PartNumber)(here)
@@ -61,7 +61,7 @@ def _swapped_mul(a: Any, b: Any) -> Any:
 
 
 def _both(function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the method of an operator, and that for a number on the left."""
+    """Return the method of a binary operator, and the reflected method, such as ``__add__`` and ``__radd__``."""
     swapped = _swapped_mul if function is operator.mul else lambda a, b: function(b, a)
     return _method(function), _method(swapped)
 
@@ -93,7 +93,7 @@ class _OfPart:
 
 
 class PartSize(_OfPart, int):
-    """An integer of a shard."""
+    """An integer that was computed from the size of a shard, and remembers the single device's integer."""
 
     def __float__(self) -> float:
         found = int.__float__(self)
@@ -106,15 +106,17 @@ class PartSize(_OfPart, int):
 
 
 class PartNumber(_OfPart, float):
-    """A float of a shard."""
+    """A float that was computed from the size of a shard, and remembers the single device's float."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float.__float__(self),)
 
 
 def sizes_of_part(ways: Ways, given: Sequence[int], roots: Roots) -> tuple[int, ...]:
-    """Return the local shape ``given`` of a tensor with the marks ``ways``. Sizes of sharded dimensions remember the
-    global size."""
+    """Return the local shape ``given`` of a tensor with the possible placements ``ways``.
+
+    Sizes of sharded dimensions remember the global size.
+    """
     marks = ways if isinstance(ways, tuple) else ()
     if not marks or any(mark is None for mark in marks):
         return tuple(given)
@@ -129,7 +131,9 @@ def sizes_of_part(ways: Ways, given: Sequence[int], roots: Roots) -> tuple[int, 
 def number_problems(
     title: str, operands: Sequence[Any], roots: Roots, platform: Platform, result: Any
 ) -> tuple[Problem, ...]:
-    """Return the problem of an operation that computes values with a number from a local size, as a tuple.
+    """Return the problem of an operation that uses a number from a local size as a value.
+
+    The result is a tuple of one problem or none.
 
     Args:
         title: native name of the operation.

@@ -17,9 +17,9 @@ RESHAPES = frozenset({"reshape", "view", "reshape_copy"})
 
 
 def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tuple[Mark, ...]:
-    """Return the possible marks of a shard after a reshape from local shape ``before`` to ``after``.
+    """Return the possible placements of a shard after a reshape from local shape ``before`` to ``after``.
 
-    Each dimension of the result is tried as the sharded dimension. The marks are those for which the rule needs no
+    Each dimension of the result is tried as the sharded dimension. The placements are those for which the rule needs no
     redistribution. The result is empty for a reshape that mixes shards.
     """
     layout = mark.layout
@@ -49,11 +49,11 @@ def reshaped(mark: Mark, before: tuple[int, ...], after: tuple[int, ...]) -> tup
 
 
 def _by_blocks(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim: int) -> list[Mark]:
-    """Return the marks after a reshape of a tensor that is sharded along ``dim`` only.
+    """Return the placements after a reshape of a tensor that is sharded along ``dim`` only.
 
     In row-major order, each rank has consecutive blocks of elements. A dimension of the result is sharded if it ends
-    where a block ends. If it covers several blocks, outer dimensions were merged into it, as (batch, heads) into
-    (batch * heads).
+    where a block ends. If it covers several blocks, outer dimensions were merged into it, as (batch, heads) into (batch
+    * heads).
     """
     if any(isinstance(p, PackedShard) for p in mark.layout.placements):
         return []
@@ -70,7 +70,7 @@ def _by_blocks(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim:
 
 
 def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
-    """Return the mark of a shard of local ``shape``, sharded along ``dim`` by the mesh dimensions of ``mark``."""
+    """Return the placement of a shard of local ``shape``, sharded along ``dim`` by the mesh dimensions of ``mark``."""
     layout = mark.layout
     whole = list(shape)
     placements = list(layout.placements)
@@ -82,7 +82,7 @@ def _cut(mark: Mark, shape: tuple[int, ...], dim: int, merged: int) -> Mark:
 
 
 def resized(mark: Mark, shape: tuple[int, ...]) -> Mark:
-    """Return the mark of a tensor of local ``shape`` with the placements of ``mark``."""
+    """Return ``mark`` changed to the global shape of a tensor with local ``shape`` and the same placements."""
     layout, whole = mark.layout, list(shape)
     for d, p in enumerate(layout.placements):
         if isinstance(p, Shard):
@@ -143,7 +143,7 @@ def taken_along(index: tuple, shape: tuple[int, ...], dim: int) -> range | None:
 
 
 def piece_of_packed(mark: Mark, index: tuple, shape: tuple[int, ...]) -> Mark | None:
-    """Return the mark of a slice that takes exactly one group of a `PackedShard`, else None.
+    """Return the placement of a slice that takes exactly one part of a `PackedShard`, else None.
 
     Args:
         mark: mark of the tensor.
@@ -175,7 +175,7 @@ def marks_of_base(
     base: tuple[int, ...],
     base_strides: tuple[int, ...],
 ) -> Ways:
-    """Return the marks of a tensor after a marked view of it was written to.
+    """Return the placements of a tensor, one of whose views was written to.
 
     The sharded dimension of the tensor is the one with the size and stride of the view's sharded dimension.
 

@@ -1,7 +1,7 @@
-"""The losses over sharded classes, each written once: local summands, one sum over the ranks, and the loss of the sums.
+"""The losses over sharded classes, each written once: local partial sums, one all-reduce, and the loss of the sums.
 
 Two reductions cross the ranks that share the classes. The largest logit of each sample is not differentiated. The sum
-is the step ``sum`` of `platform.contract.programs.STEPS`, and all summands of a loss share one.
+is the step ``sum`` of `platform.contract.programs.STEPS`, and all partial sums of a loss share one.
 
 `vocab_parallel` runs these functions outside autograd, and has a gradient from the statistics. A compiler of a backend
 traces them, and differentiates the traced operations.
@@ -73,8 +73,10 @@ class ClassLosses:
         return verbs.unsqueeze(ignored, classes.dim), verbs.unsqueeze(wrong, classes.dim)
 
     def rows(self, target: Any, classes: Any) -> tuple[Any, Any]:
-        """Return targets as indices into this rank's classes, 0 for targets of other ranks, and a mask of the
-        latter."""
+        """Return targets as indices into this rank's classes, and a mask of targets of other ranks.
+
+        A target of another rank has the index 0.
+        """
         verbs, rows = self.verbs, target - classes.offset
         elsewhere = (rows < 0) | (rows >= classes.size)
         rows = verbs.masked_fill(rows, elsewhere, 0)
@@ -149,9 +151,9 @@ class ClassLosses:
     def nll(
         self, x: Any, target: Any, masks: tuple[Any, Any], weight: Any, classes: Any, whole_weight: bool = False
     ) -> tuple[Any, Any]:
-        """Return this rank's summand of the negative log-likelihood of each sample, and the weights of the samples.
-
-        The weights too are summands, unless there is no ``weight`` or it is whole. ``x`` has log-probabilities.
+        """Return this rank's partial sum of the negative log-likelihood of each sample, and the weights of the samples.
+        The weights are partial sums too, unless there is no ``weight`` or it has all classes. ``x`` has
+        log-probabilities.
         """
         verbs, (ignored, wrong) = self.verbs, masks
         rows, elsewhere = self.rows(target, classes)
@@ -173,7 +175,7 @@ class ClassLosses:
         return target if weight is None else target * self.beside(weight, target, classes, whole_weight)
 
     def beside(self, weight: Any, x: Any, classes: Any, whole_weight: bool = False) -> Any:
-        """Return this rank's weights in the shape and dtype in which they multiply ``x``."""
+        """Return this rank's class weights, reshaped and converted so that they can multiply ``x``."""
         verbs, shape = self.verbs, [1] * len(self.verbs.shape_of(x))
         if whole_weight:
             weight = verbs.narrow(weight, 0, classes.offset, classes.size)
@@ -191,8 +193,10 @@ class ClassLosses:
         classes: Any,
         whole_weight: bool,
     ) -> Any:
-        """Return the weights of the targets, or the weights of those among this rank's classes and 0 for others.
-        Without ``weight``, return ones."""
+        """Return the weight of each target; 1 without ``weight``.
+
+        If ``weight`` has only this rank's classes, targets of other ranks get 0.
+        """
         verbs = self.verbs
         if weight is None:
             return verbs.ones(verbs.shape_of(rows), like)

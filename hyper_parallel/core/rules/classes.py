@@ -134,10 +134,9 @@ class ClassFunctions:
         return self._resize(g, ctx.dim, ctx.before, 0.0)
 
     def _noting_forward(self, ctx: Any, y: Any, x: Any, without_samples: bool = False) -> Any:
-        """Return ``y``, and make backward fail if ``x`` is modified in between.
+        """Return ``y``, and make backward fail on all ranks if ``x`` was modified before.
 
-        Ranks that have elements of ``x`` fail in this case. All ranks must fail together, because otherwise the others
-        wait for them.
+        Ranks that have elements of ``x`` fail anyway. The other ranks must fail too, instead of waiting for them.
         """
         ctx.save_for_backward(x)
         ctx.without_samples = without_samples
@@ -149,8 +148,10 @@ class ClassFunctions:
         return self._with_path(None, g, self.platform.to_dtype(x, g.dtype))[0] if ctx.without_samples else g
 
     def _with_path_forward(self, ctx: Any, static: Any, g: Any, x: Any) -> tuple[Any]:
-        """Return ``g``, connected to ``x`` in the graph as the gradient is on ranks with samples. Gradients of
-        gradients may communicate along this path."""
+        """Return ``g`` with ``x`` as an input in the graph, as on ranks with samples.
+
+        Gradients of gradients may communicate along this path.
+        """
         ctx.like = self.platform.detach(x)
         return (g,)
 

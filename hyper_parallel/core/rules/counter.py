@@ -65,8 +65,8 @@ def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -
     """Return this rank's shard of a tensor of random numbers, as a plain tensor. All generators must be in the same
     state.
 
-    Ranks that hold the same shard or summands of the tensor use the key of the first of them. Each broadcast sends only
-    four numbers.
+    Ranks that hold the same shard, or partial values, of the tensor use the key of the first such rank. Each broadcast
+    sends only four numbers.
 
     Args:
         kind: argument of `Platform.numbers_by_counter`.

@@ -98,7 +98,7 @@ _WAYS: Cache = Cache(1 << 10, "ways of attention over cut sequences")
 
 
 def run_again(way: _Way, platform: Any, native: Callable[..., Any], q: Any, k: Any, v: Any) -> Any:
-    """Attention of local tensors like those of a call before, without a mask.
+    """Return attention without a mask, by the algorithm of an earlier call with tensors of the same shapes.
 
     Args:
         way: of `LATEST_WAY`.
@@ -181,15 +181,17 @@ class Exchange:
         self._steps: dict[tuple[int, int], AllToAll] = {}
 
     def __call__(self, operands: tuple, native: Callable[[tuple], Any]) -> Any:
-        """Return this rank's positions of all heads of ``native(operands)``, which runs on the full sequence of some
-        heads."""
+        """Return attention of this rank's positions, with all heads.
+
+        ``native(operands)`` runs on the full sequence of some heads in between.
+        """
         *qkv, mask = operands
         to_heads, to_positions = _EXCHANGES[self._platform]
         y = native((*to_heads(self, *qkv), mask))
         return to_positions((self, self._platform.shape_of(qkv[0])[-3]), y)[0]
 
     def to_heads(self, x: Any, heads: int, collective: bool) -> Any:
-        """Return the full sequence of this rank's share of ``heads``, from local positions of all heads."""
+        """Return the full sequence of this rank's share of the heads, from this rank's positions of all ``heads``."""
         in_ranks, natural, _ = self._orders
         platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
         step = self._step(dim, heads)

@@ -21,8 +21,8 @@ from hyper_parallel.core.rules.registry import rule
 def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Product of x and noise. Element by element, the noise equals that of a single device.
 
-    The noise is the same on every rank, so the operation is linear in x. All summands of a partial sum get the same
-    noise.
+    The noise is the same on every rank, so the operation is linear in x. All ranks' values of a partial tensor get the
+    same noise.
     """
     labels = named(shapes[0])
     return unary(labels, labels, shapes[0], terms=((0,),), call=_drop)

@@ -91,7 +91,7 @@ def linear_unary(shapes: tuple, static_args: Any) -> OpSharding | None:
 @rule("linear_", "*xs", elementwise=True)
 @_in_place
 def linear_(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Linear function of operand 0 and the others, written to operand 0: ``copy_`` is 0 * self + source."""
+    """Linear function of the operands, written to operand 0. For example, ``copy_`` is 0 * self + source."""
     return _elementwise(shapes, _sum_terms(shapes))
 
 
@@ -99,7 +99,8 @@ def linear_(shapes: tuple, static_args: Any) -> OpSharding | None:
 def like(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Tensor with the shape of x whose values do not depend on x.
 
-    It has no terms, since a tensor of ones is not a partial sum. As x is not read, it need not be reduced either.
+    It is not a sum of products, so a partial x does not give a partial result. As x is not read, it need not be reduced
+    either.
     """
     if len(shapes) != 1 or shapes[0] is None:
         return None

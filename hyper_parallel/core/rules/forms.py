@@ -1,5 +1,7 @@
-"""Alternative forms in which native functions take the static arguments of an operation, for both frameworks (see
-`signature`)."""
+"""Functions that convert arguments of a native function to the static arguments of an operation (see `signature`).
+
+Each converts one form of the arguments. Both frameworks share them.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ from hyper_parallel.platform.indexing import FULL_SLICE
 
 @form("like", "x | like")
 def like(shapes: tuple, shape: Shape) -> tuple:
-    """Shape of another tensor."""
+    """Return the shape of another tensor, as for ``view_as``."""
     return (shape,)
 
 
 @form("flatten", "x | start_dim=0 end_dim=-1")
 def flatten(shapes: tuple, start: int, end: int) -> tuple | None:
-    """First and last of the dimensions that are joined."""
+    """Return the shape in which the dimensions from the first to the last given one are joined."""
     (x,) = shapes
     if not x:
         return ((1,),)
@@ -35,13 +37,13 @@ def flatten(shapes: tuple, start: int, end: int) -> tuple | None:
 
 @form("rows", "x")
 def rows(shapes: tuple) -> tuple:
-    """All dimensions but the first, joined."""
+    """Return the shape in which all dimensions but the first are joined."""
     return ((shapes[0][0], -1),)
 
 
 @form("unflatten", "x | dim sizes")
 def unflatten(shapes: tuple, dim: Any, sizes: tuple[int, ...]) -> tuple | None:
-    """Dimension to split, and the sizes of its parts, one of which may be -1."""
+    """Return the shape in which a dimension is split into the given sizes, one of which may be -1."""
     (x,) = shapes
     if not isinstance(dim, int):
         return None
@@ -56,15 +58,15 @@ def unflatten(shapes: tuple, dim: Any, sizes: tuple[int, ...]) -> tuple | None:
 
 @form("tile", "x | *tiles")
 def tile(shapes: tuple, tiles: tuple[int, ...]) -> tuple:
-    """Number of copies along the last dimensions."""
+    """Return the number of copies along each dimension, from those along the last dimensions."""
     return ((1,) * (len(shapes[0]) - len(tiles)) + tiles,)
 
 
 @form("pad", "x | pad mode='constant' value=None")
 def pad(shapes: tuple, numbers: Any, mode: str, value: Any) -> tuple | None:
-    """(before, after) numbers from the last dimension backwards. The operation takes one pair for each dimension.
+    """Return a pair (before, after) for each dimension, from numbers that start at the last dimension.
 
-    The fill value and the count of numbers follow the pairs and the mode.
+    The mode, the fill value and the count of numbers follow.
     """
     ndim, numbers = len(shapes[0]), tuple(numbers)
     if len(numbers) % 2 or len(numbers) > 2 * ndim:
@@ -90,40 +92,40 @@ def _swapped(ndim: int, a: int, b: int) -> tuple[int, ...]:
 
 @form("transpose", "x | dim0 dim1")
 def transpose(shapes: tuple, a: int, b: int) -> tuple:
-    """Two dimensions to swap."""
+    """Return the permutation that swaps two given dimensions."""
     return (_swapped(len(shapes[0]), a, b),)
 
 
 @form("last_two", "x")
 def last_two(shapes: tuple) -> tuple | None:
-    """Swap of the last two dimensions."""
+    """Return the permutation that swaps the last two dimensions."""
     ndim = len(shapes[0])
     return None if ndim < 2 else (_swapped(ndim, -2, -1),)  # the framework raises the error
 
 
 @form("matrix", "x")
 def matrix(shapes: tuple) -> tuple | None:
-    """Transposition of a matrix; a vector is unchanged."""
+    """Return the permutation that transposes a matrix. A vector is unchanged."""
     ndim = len(shapes[0])
     return None if ndim > 2 else (tuple(reversed(range(ndim))) if ndim == 2 else tuple(range(ndim)),)
 
 
 @form("reversed", "x")
 def reverse(shapes: tuple) -> tuple:
-    """Reversal of all dimensions."""
+    """Return the permutation that reverses all dimensions."""
     return (tuple(reversed(range(len(shapes[0])))),)
 
 
 @form("order", "x | *order")
 def order_of(shapes: tuple, order: tuple[int, ...]) -> tuple:
-    """Permutation of the dimensions; none reverses them."""
+    """Return the given permutation of dimensions. An empty one reverses them."""
     ndim = len(shapes[0])
     return (tuple(d % ndim for d in order or reversed(range(ndim))),)
 
 
 @form("movedim", "x | source destination")
 def movedim(shapes: tuple, source: Any, destination: Any) -> tuple:
-    """Dimensions to move, and their new positions."""
+    """Return the permutation that moves dimensions to new positions."""
     ndim = len(shapes[0])
     sources = [d % ndim for d in dims_of(source) or ()]
     destinations = [d % ndim for d in dims_of(destination) or ()]
@@ -138,7 +140,7 @@ def movedim(shapes: tuple, source: Any, destination: Any) -> tuple:
 
 @form("select", "x | dim index")
 def select(shapes: tuple, dim: int, index: Any) -> tuple | None:
-    """Dimension and position, as an index."""
+    """Return the index that selects a position in a dimension."""
     if hasattr(index, "_layout"):
         return None  # the index is a tensor
     return ((*(FULL_SLICE,) * (dim % len(shapes[0])), int(index)),)
@@ -146,19 +148,19 @@ def select(shapes: tuple, dim: int, index: Any) -> tuple | None:
 
 @form("strided_slice", "x | begin end strides")
 def strided_slice(shapes: tuple, begin: Any, end: Any, strides: Any) -> tuple:
-    """Start, end and step of each dimension, as an index."""
+    """Return the index of slices with a start, an end and a step for each dimension."""
     return (tuple(("slice", int(b), int(e), int(s)) for b, e, s in zip(begin, end, strides, strict=True)),)
 
 
 @form("slice", "x | begin size")
 def slice_of(shapes: tuple, begin: Any, size: Any) -> tuple:
-    """Start and size of each dimension, as an index."""
+    """Return the index of slices with a start and a size for each dimension."""
     return (tuple(("slice", int(b), int(b) + int(s), None) for b, s in zip(begin, size, strict=True)),)
 
 
 @form("equal_parts", "x | dim=0 output_num=1")
 def equal_parts(shapes: tuple, dim: int, number: int) -> tuple:
-    """Dimension and number of equal parts."""
+    """Return the size of each of several equal parts, and the dimension to split."""
     return shapes[0][dim] // number, dim
 
 
@@ -167,19 +169,19 @@ def equal_parts(shapes: tuple, dim: int, number: int) -> tuple:
 
 @form("all_but", "x | dim")
 def all_but(shapes: tuple, dim: int) -> tuple:
-    """All dimensions but one, for `along_dims`."""
+    """Return all dimensions but one, as `along_dims` takes them."""
     ndim = len(shapes[0])
     return tuple(d for d in range(ndim) if d != dim % ndim), 1
 
 
 @form("by_weight", "x weight | statistics=1 eps=1e-6")
 def by_weight(shapes: tuple, statistics: int, eps: float) -> tuple:
-    """Norm over the dimensions of the weight."""
+    """Return the number of normalised dimensions, which is that of the weight's dimensions."""
     return len(shapes[1]), statistics, eps
 
 
 @form("from_dim", "x weight bias | begin_norm statistics=2 eps=1e-5")
 def from_dim(shapes: tuple, begin: int, statistics: int, eps: float) -> tuple:
-    """Norm over all dimensions from a given one on."""
+    """Return the number of normalised dimensions, from the first normalised one."""
     ndim = len(shapes[0])
     return ndim - begin % ndim, statistics, eps

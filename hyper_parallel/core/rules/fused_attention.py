@@ -62,7 +62,7 @@ def fused_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _dim_of(layout: str, letters: str) -> int:
-    """Return the dimension of one of two letters. Every layout has exactly one of them."""
+    """Return the position of one of two letters in ``layout``, which has exactly one of them."""
     return max(map(layout.find, letters))
 
 

@@ -146,11 +146,11 @@ def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tup
 
 @rule("getitem", "x *tensors | index", memory="shared", view_index=_index_of_view)
 def getitem(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[index]``: fully selected dimensions, and dimensions of index tensors, can be sharded.
+    """``x[index]``, where dimensions that are selected in full, and dimensions of index tensors, can be sharded.
 
     If few elements of x are selected, dimensions that index tensors select from can be sharded, too (see `gather`).
-    Without index tensors, dimensions that ints and slices cut can be sharded. The result is then the sum over the
-    ranks. A mask over the first dimensions may be sharded together with these dimensions.
+    Without index tensors, dimensions that ints and slices select from can be sharded. The result is then the sum over
+    the ranks. A mask over the first dimensions may be sharded together with these dimensions.
     """
     if _is_mask(static_args[0]):
         return rows_at_mask(shapes)

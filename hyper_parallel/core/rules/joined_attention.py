@@ -42,7 +42,7 @@ class _Sizes(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A pair, and what of the tensors it takes.
+    """The part of the local tensors that a `Pair` of slices uses.
 
     Attributes:
         pair: see there.
@@ -95,7 +95,7 @@ class JoinedCall:
         return _Part(pair, pair.queries == queries, pair.keys == keys, tuple(blocks))
 
     def ring(self, platform: Platform, k: Any, v: Any) -> Ring:
-        """A ring of these keys and values."""
+        """Return a ring of these keys and values."""
         key = k.shape, v.shape
         buffers = self._buffers.get(key)
         if buffers is None:
@@ -214,7 +214,7 @@ class JoinedAttention:
         return platform.transposed(platform.cat(swapped, xs[0].ndim - 5 - dim), -3, -2)
 
     def _pieces(self, call: JoinedCall, k: Any, v: Any) -> Iterator[tuple[list[_Part], Any, Any]]:
-        """Parts of the computation with keys and values of a piece, and these."""
+        """Yield each piece of keys and values, preceded by the parts of the computation that use it."""
         if call.gather is not None:
             yield call.parts[0], k, v
             return
@@ -222,7 +222,10 @@ class JoinedAttention:
             yield call.parts[source], k_piece, v_piece
 
     def _operands(self, part: _Part, q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
-        """Return the positions that a pair takes of tensors of shape (batch, heads, positions, features)."""
+        """Return the slices of queries, keys and values in a part.
+
+        Tensors have shape (batch, heads, positions, features).
+        """
         pair, narrow = part.pair, self.platform.narrow
         if not part.all_queries:
             q = narrow(q, 2, pair.query, pair.queries)
@@ -264,7 +267,8 @@ class JoinedAttention:
         return tuple(_shaped(self._of_heads(x, q.dtype), shape) for x, shape in zip(found, shapes, strict=True))
 
     def _of_heads(self, parts: list[Any], dtype: Any) -> Any:
-        """Gradients of the heads of all groups, which are freed."""
+        """Return the gradients of all heads, concatenated from those of the groups. The list is emptied to free
+        memory."""
         parts[:] = [x if x.dtype == dtype else self.platform.to_dtype(x, dtype) for x in parts]
         x = self._cat(parts, -3)
         parts.clear()

@@ -74,7 +74,7 @@ class _Message:
 
 
 class RingBuffers(NamedTuple):
-    """The buffers of a ring.
+    """The memory for keys and values that are passed around a ring of ranks.
 
     Attributes:
         shapes: of keys and values of each rank.
@@ -93,7 +93,7 @@ class RingBuffers(NamedTuple):
 
     @classmethod
     def of(cls, cut: SequenceCut, *shapes: Sequence[int]) -> RingBuffers:
-        """For keys and values of these shapes on this rank."""
+        """Return the buffers for keys and values of these shapes on this rank."""
         around = [(tuple(s[:-2]), s[-1]) for s in shapes]
         each = [[(*before, n, features) for before, features in around] for n in sizes_of(cut.ranges)]
         counts = [sum(map(math.prod, two)) for two in each]

@@ -37,7 +37,7 @@ def named(shape: Sequence[int], prefix: str = "d") -> Labels:
 
 
 def whole(labels: Labels, dims: Iterable[int]) -> Labels:
-    """Return ``labels`` with None at ``dims``."""
+    """Return ``labels`` with None, which means unsharded, at ``dims``."""
     dims = frozenset(dims)
     return tuple(None if i in dims else label for i, label in enumerate(labels))
 

@@ -1,8 +1,8 @@
-"""Heads whose plain output holds only this rank's classes. A loss must not treat them as all classes.
+"""Heads whose plain output holds only this rank's classes: a loss must not treat these as all classes.
 
-Plain logits do not record their origin. Known are the number of their classes and, if autograd records, the tensors
-that they depend on. If backward from the logits would not reach the weight of the head's last call, another module made
-them. Without recorded operations, as in an evaluation, only the number counts, as long as the head exists.
+Plain logits do not record which module made them. They may come from such a head if they have its number of local
+classes. If autograd records, their graph must also lead to the weight of the head's last call. Without recorded
+operations, as in an evaluation, the number of classes alone decides, as long as the head exists.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class PartOfClasses:
         return bool(self._weights)
 
     def may_give(self, logits: Any) -> bool:
-        """Return whether plain logits may be the output of the head, or depend on it. Return True for None."""
+        """Return whether plain logits may come from the head. For None, return True."""
         if logits is None:
             return True
         weights = [ref and ref() for ref in self._weights.values()]

@@ -125,15 +125,16 @@ def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_held_alike(layout: Layout) -> bool:
-    """Return whether several ranks hold the same shard of a tensor, or summands of it."""
+    """Return whether several ranks hold the same shard of a tensor, or partial values of it."""
     return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
 
 
 def take_part(drawn: Any, layout: Layout, shared: bool = True, place: Place | None = None) -> Any:
     """Return this rank's shard of the plain tensor ``drawn`` for the full tensor of ``layout``, as a new tensor.
 
-    Ranks that hold the same shard, or summands of the tensor, get the first rank's numbers. That takes one broadcast
-    for each such mesh dimension. It is skipped if all are known to have drawn equal numbers (``shared`` is false).
+    Ranks that hold the same shard of the tensor, or partial values of it, get the first rank's numbers. That takes one
+    broadcast for each such mesh dimension. It is skipped if all are known to have drawn equal numbers (``shared`` is
+    false).
 
     Args:
         drawn: plain tensor of random numbers.

@@ -1,7 +1,7 @@
-"""Writing or adding elements by index tensors, into a copy; and reading elements by flat index.
+"""Writing or adding elements by index tensors, into a copy of a tensor; and reading elements by flat index.
 
-Dimensions along which an index selects are unsharded, except in writes with square brackets. An *added* source may be
-sharded along the index. Each rank then adds its share, and the result is a partial sum.
+Dimensions in which an index selects are unsharded, except for ``x[index] = value``. An *added* source may be sharded
+along the index. Each rank then adds its share, and the result is a partial sum.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 @rule("index_write", "x index(n) source=None | dim how='replace'")
 def index_write(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """``x[:, index] = source`` for dim 1, or added, or combined otherwise."""
+    """``x[:, index] = source`` for dim 1, or another combination of x and source, such as their sum."""
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]
     dim = axis(dim, len(x))

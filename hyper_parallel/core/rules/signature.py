@@ -124,12 +124,12 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 #: Descriptions of static arguments, for the documentation.
 MEANINGS: dict[str, str] = {
     "bins": "number of bins",
-    "channels": "whether whole channels are dropped",
+    "channels": "whether entire channels are dropped",
     "counts": "`batched`: for each operand the number of dimensions behind its batch; `unique`: whether to count",
     "dim": "a dimension, counted from the end where it is negative",
     "dims": "dimensions as a tuple; None or an empty tuple for all",
     "dtype": "dtype to convert x to first, for losses that of the result; None for its own",
-    "fixed": "which of batch and heads must be whole",
+    "fixed": "which of batch and heads must be unsharded",
     "groups": "number of groups of channels, 0 where there are none",
     "how": "`add`, `replace` or another word",
     "index": "the index as `encode_index` gives it",
@@ -152,7 +152,7 @@ MEANINGS: dict[str, str] = {
     "stream": "a stream of numbers of its own, or None",
     "tiles": "number of copies along each dimension",
     "tokens_first": "whether statistics of tokens have the tokens first",
-    "whole": "whether sequences must be whole",
+    "whole": "whether sequences must be unsharded",
 }
 
 

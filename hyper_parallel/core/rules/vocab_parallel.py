@@ -92,7 +92,7 @@ class VocabParallel(ClassSoftmax):
         return (loss if classes.size else self._noting(loss, logits)).reshape(shape)
 
     def nll(self, x: Any, target: Any, weight: Any, classes: Classes, ignore_index: int) -> tuple[Any, Any]:
-        """Return this rank's summand of the negative log-likelihood of each sample, and of the weights that a mean
+        """Return this rank's partial sums: the negative log-likelihood of each sample, and the weights that a mean
         divides by.
 
         The caller sums the losses over the ranks that share the classes (see `summed`). The weights are summed too if
@@ -122,7 +122,7 @@ class VocabParallel(ClassSoftmax):
     def _looks(self) -> bool:
         """Return whether the values of targets are checked, which is the case only on the CPU.
 
-        Reading a value makes the host wait for an accelerator. There, a wrong target makes the loss NaN instead.
+        On an accelerator, a check would make the host wait. There an invalid target makes the loss NaN instead.
         """
         return self.platform.device_type == "cpu"
 

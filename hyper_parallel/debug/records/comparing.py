@@ -307,8 +307,10 @@ class _Comparing:
         return any(row.departs for row in self.rows)
 
     def _floor(self, key: Key) -> float:
-        """Return the magnitude that a bias gradient would have without cancellation. Smaller gradients are rounding
-        noise."""
+        """Return the size that a bias gradient would have if its terms did not cancel.
+
+        Smaller gradients are rounding noise.
+        """
         if key[0] != "parameter gradient" or len(self._a[key].entry.local) > 1:
             return 0.0
         above = self._wholes.get(self._culprits.gradient_of(key[1], key[2]) or key)
@@ -339,7 +341,7 @@ class _Comparing:
         return bound + self._rounding.bound
 
     def _drift(self, key: Key, x: Whole, y: Whole, scale: float) -> float:
-        """Return the relative difference of a parameter after all updates so far, at the start of the next step."""
+        """Return the relative difference of a parameter at the start of the next step, after all updates so far."""
         if not x.size or not scale:
             return 0.0
         size = math.sqrt(max(x.squares, y.squares) / x.size)

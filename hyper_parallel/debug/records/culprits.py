@@ -25,8 +25,10 @@ class Links:
                 self._keys.setdefault((key[0] == "gradient", tensor.entry.tensor), key)
 
     def same(self, key: Key, other: Links, there: Key) -> Key | None:
-        """Return the key in ``other`` of the tensor that matches ``key``. It has the same position in the call of
-        ``there``."""
+        """Return the key in ``other`` of the tensor that corresponds to ``key``.
+
+        It has the same position in the call of ``there``.
+        """
         of = key[5] if key[0] == "gradient" else key[0]
         here, call = self._calls.get((key[1], key[2], key[3])), other._calls.get((there[1], there[2], there[3]))
         if here is None or call is None or of not in ("input", "output"):

@@ -199,7 +199,7 @@ class Tensor:
         return np.asarray(self.record.arrays[rank][start : start + count]).reshape(shape)
 
     def _of_boxes(self, ranks: Sequence[int]) -> Whole:
-        """Return the tensor whose known boxes the ranks hold. Values of several ranks for one box are summands."""
+        """Return the tensor whose known boxes the ranks hold. Values of several ranks for one box are partial sums."""
         entries = [self.parts[rank] for rank in ranks]
         shape = entries[0].whole or ()
         grid = tuple(grid_of(shape, self.record.largest))
@@ -223,7 +223,10 @@ class Tensor:
         return Whole(tuple(shape), grid, values, squares, not_finite, sums if sums.size else None)
 
     def _folded(self, ones: Sequence[Whole | None], shape: Sequence[int], placements: Sequence[str]) -> Iterator[Whole]:
-        """Yield the candidates for parts on a mesh of ``shape``, which the last mesh dimension shards last."""
+        """Yield the possible full tensors for the ranks' parts on a mesh of ``shape``.
+
+        The last mesh dimension shards last.
+        """
         options = []
         array = np.empty(len(ones), object)
         array[:] = list(ones)
@@ -245,7 +248,7 @@ class Tensor:
                 )
 
     def _letters(self, array: np.ndarray, dim: int) -> list[str]:
-        """Return possible placements of parts along a mesh dimension. Equal parts cannot be summands."""
+        """Return possible placements of parts along a mesh dimension. Equal parts cannot be partial sums."""
         rows = np.moveaxis(array, dim, 0).reshape(array.shape[dim], -1)
         same = all(
             a is not None

@@ -79,7 +79,7 @@ def parallelize_accelerator(
 
 
 def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
-    """The mesh that is given, or the mesh of the sizes in a ``ParallelismConfig``: the given one or the accelerator's.
+    """Return the given mesh, or the mesh for a ``ParallelismConfig``, which is passed or is the accelerator's.
 
     Raises:
         ValueError: for an accelerator with a ``parallelism_config`` where a mesh is given as well.
@@ -105,7 +105,7 @@ def attach(accelerator: Any, division: Division) -> None:
 
 
 def check_accelerator(accelerator: Any) -> None:
-    """Check that an accelerator can be divided.
+    """Raise ValueError or TypeError if the ranks of an accelerator cannot share models.
 
     Raises:
         TypeError, ValueError: as `parallelize_accelerator`.
@@ -130,8 +130,10 @@ _Base: Any = object
 
 
 class _Divided(_Base):
-    """Methods of an accelerator whose ranks share models, placed before ``accelerate.Accelerator`` in the class's
-    bases."""
+    """Methods of an accelerator whose ranks share models.
+
+    Its class comes before ``accelerate.Accelerator`` in the bases.
+    """
 
     _division: Division
 
@@ -251,7 +253,7 @@ class _Divided(_Base):
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
-        """Hide models and optimizers from accelerate, which would save those of one rank only."""
+        """Hide models and optimizers from accelerate, which would save one rank's only."""
         hidden = self._hidden = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         try:

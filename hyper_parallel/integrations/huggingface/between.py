@@ -29,7 +29,7 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
     """Complete the gradients of modules between a column-wise and a row-wise projection.
 
     A module there whose parameters are single numbers gets a style that reduces their gradients. Each rank computes a
-    summand of these. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
+    partial gradient. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
     the hidden states, which are replicated.
 
     Args:
@@ -67,7 +67,8 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
 
 
 def _with_sharded_features(styles: dict[str, ParallelStyle]) -> list[str]:
-    """Return paths of modules that directly hold a column-wise projection with sharded output, and a row-wise one."""
+    """Return paths of modules that directly contain both a column-wise projection with sharded output and a row-wise
+    one."""
     columns, rows = set(), set()
     for path, style in styles.items():
         if path and isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):

@@ -66,8 +66,10 @@ def _names(block: Any, *names: str) -> list[str]:
 
 
 def _mamba(block: Any, ranks: int) -> BlockPlan:
-    """Return the plan of a mixer with one scan for each inner channel. Time step, B and C depend on all channels, and
-    each rank's channels read them."""
+    """Return the plan of a Mamba mixer, with one scan for each inner channel.
+
+    Time step, B and C depend on all channels, and each rank's channels read them.
+    """
     channels = block.intermediate_size
     if channels % ranks:
         return _gathered_mixer()
@@ -88,8 +90,10 @@ def _mamba(block: Any, ranks: int) -> BlockPlan:
 
 
 def _mamba_2(block: Any, ranks: int) -> BlockPlan:
-    """Return the plan of a mixer with one scan for each head. Heads of a group share B and C, and each group has its
-    own norm."""
+    """Return the plan of a Mamba 2 mixer, with one scan for each head.
+
+    Heads of a group share B and C, and each group has its own norm.
+    """
     heads, groups = block.num_heads, block.n_groups
     if groups % ranks or heads % ranks:
         return _gathered_mixer()
@@ -106,8 +110,10 @@ def _mamba_2(block: Any, ranks: int) -> BlockPlan:
 
 
 def _doge_attention(block: Any, ranks: int) -> BlockPlan:
-    """Return the plan of attention with a mask. A layer maps the values of all heads to one number for each key and
-    value head."""
+    """Return the plan of Doge's attention, whose mask is computed from the values of all heads.
+
+    A layer maps these values to one number for each key and value head.
+    """
     heads = block.A.shape[0]
     if heads % ranks:
         return {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), _GATHERED), "o_proj": "rowwise_split_input"}
@@ -120,7 +126,10 @@ def _doge_attention(block: Any, ranks: int) -> BlockPlan:
 
 
 def _sinking_attention(block: Any, ranks: int) -> BlockPlan:
-    """Return the plan of attention with a sink for each head: a number that takes a share of the attention weights."""
+    """Return the plan of attention with sinks.
+
+    The sink of a head is a number that takes a share of its attention weights.
+    """
     return {
         "": LocalParametersParallel({"sinks": Shard(0)}),
         **dict.fromkeys(("q_proj", "k_proj", "v_proj"), _COLUMNS),
@@ -133,7 +142,7 @@ def _biased_experts(block: Any, ranks: int) -> BlockPlan:
     if block.intermediate_size % ranks:
         raise ValueError(
             f"{type(block).__name__} has {block.intermediate_size} features inside each expert, which do not divide "
-            f"over {ranks} ranks: use a mesh whose size divides the features, or shard by whole experts with "
+            f"over {ranks} ranks: use a mesh whose size divides the features, or give each rank complete experts with "
             "expert_parallel=True"
         )
     return {

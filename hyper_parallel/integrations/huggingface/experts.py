@@ -23,7 +23,7 @@ __all__ = [
 
 
 class ExpertsParallel(ModuleStyle):
-    """Run experts whose weights are sharded inside each expert. Every rank computes a summand of the output.
+    """Run experts whose weights are sharded inside each expert. Every rank computes a partial output.
 
     The module's own forward runs, on this rank's shards of the weights and on plain inputs. So it may use operations
     that no sharding rule describes. Examples are choosing tokens by the router's indices, and calling a grouped kernel.
@@ -77,7 +77,7 @@ class _SharedBias:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the next class's forward with a bias whose sum over the ranks is the parameter.
 
-        Each rank computes the full gradient of the parameter, because every summand of the output has the full
+        Each rank computes the full gradient of the parameter, because every rank's partial output has the full
         cotangent.
         """
         own = vars(self)
@@ -117,7 +117,7 @@ class _Connected:
 
 
 class WholeExpertsParallel(ExpertsParallel):
-    """Place some full experts on each rank, which computes their summand of the output for all tokens.
+    """Place some full experts on each rank, which computes their part of the output for all tokens.
 
     The tokens are equal on every rank, so no tokens are sent. Routes to experts of other ranks are masked, and one
     all-reduce adds the outputs. In backward there is one all-reduce for each input that requires a gradient.
@@ -179,7 +179,7 @@ class WholeExpertsParallel(ExpertsParallel):
         return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
     def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
-        """Return the style for ranks that send tokens to each other.
+        """Return the corresponding style for ranks with different tokens, which they send to each other's experts.
 
         Args:
             top_k: number of experts of a token, for styles that cannot infer it.
@@ -212,7 +212,7 @@ def with_own_tokens(
     over: DeviceMesh,
     top_k: int,
 ) -> dict[str, ParallelStyle]:
-    """Remove full experts from ``styles``, and return styles with which they receive tokens of all ranks.
+    """Move full experts from ``styles`` to the result: a dict of styles by which they receive the tokens of all ranks.
 
     Args:
         styles: styles by path, of the plan for full experts; changed in place.
@@ -253,7 +253,7 @@ def with_own_tokens(
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:
-    """Return a replicated input as a local tensor, whose cotangent is a summand on each rank."""
+    """Return a replicated input as a local tensor, whose cotangent is partial."""
     platform = mesh.platform
     if not platform.is_tensor(x) or not platform.is_floating_point(x):
         return x

@@ -9,14 +9,14 @@ __all__ = ["check_known", "give_methods"]
 
 
 def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known: str) -> None:
-    """Check that an object is of the expected class, in a release that has all replaced names.
+    """Check that an object has the expected class, and the attributes that this library replaces.
 
     Args:
+        given: the object.
         needed: names of the attributes that it must have.
         caller: name of the function that takes it, for messages.
-        caller: the function that takes it, for messages.
+        kind: description of the expected class, for messages, such as "an accelerate.Accelerator".
         known: release that this library was written for.
-        known: the release that this library was written for.
 
     Raises:
         TypeError: for an object that lacks most of the names. ValueError: for one that lacks some.

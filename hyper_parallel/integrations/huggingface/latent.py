@@ -18,7 +18,7 @@ class LatentKeyParallel(ParallelStyle):
 
     The projection is replicated on every rank. The latent part of its output goes to a column-wise projection, which
     reduces the gradient of its input. The last features go directly to this rank's heads. So each rank computes a
-    summand of their gradient, and backward has one all-reduce.
+    partial gradient of them, and backward has one all-reduce.
 
     Args:
         features: number of the last features.

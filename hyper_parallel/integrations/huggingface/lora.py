@@ -156,7 +156,7 @@ def _is_wrapper(module: Any) -> bool:
 
 
 def _refuse_copies(styles: dict[str, ParallelStyle], modules: dict[str, Any]) -> None:
-    """Raise ValueError if the plan shards a module of which peft trains a copy (``modules_to_save``)."""
+    """Raise ValueError if the plan shards a module that peft copies for training (``modules_to_save``)."""
     for path in styles:
         if hasattr(modules.get(path), "modules_to_save"):
             raise ValueError(

@@ -98,7 +98,8 @@ _BY_HEADS = "a mixer by heads"
 class ColumnsOfHeads(ColwiseParallel):
     """`ColwiseParallel` of a packed weight whose matrices the code splits off in groups.
 
-    The rules support a packed tensor that is split into its single matrices. So the code of the mixer is not followed.
+    Sharding rules only support a split into single matrices. So `check_plain_code` does not follow the code of the
+    mixer.
     """
 
     program = ColwiseParallel.program
@@ -117,7 +118,7 @@ class ColumnsOfHeads(ColwiseParallel):
 class RowsReadByParts(RowwiseParallel):
     """`RowwiseParallel` whose replicated output is read by code that computes only some channels.
 
-    So each rank computes a summand of the cotangent of the output, and backward has one more all-reduce.
+    So the cotangent of the output is partial, and backward has one more all-reduce.
     """
 
     partial_output_features = -1

@@ -62,8 +62,8 @@ class ScaledExpertParallel(ExpertParallel):
         given = [*args, *kwargs.values()]
         if any(isinstance(x, DTensor) for x in given):
             raise ValueError(
-                f"{module_label(module)} is called with a DTensor, whose shards cut the rows of experts: pass a plain "
-                "batch on each rank"
+                f"{module_label(module)} is called with a DTensor, whose shards would divide the rows of one expert "
+                "between ranks: pass a plain batch on each rank"
             )
         if len(given) != 1 or len(platform.shape_of(given[0])) != 2 or platform.shape_of(given[0])[0] % count:
             return super()._run(module, forward, args, kwargs, mesh, tp, count)  # which refuses it on all ranks
@@ -83,7 +83,7 @@ class ScaledExpertParallel(ExpertParallel):
             return _with_zeros(y, platform)[platform.places(back, y)]
 
     def _routed(self, x: Any, count: int, platform: Platform) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places of the nonzero rows, and the number of these rows for each expert."""
+        """Return the indices of the nonzero rows, and the number of these rows for each expert."""
         rows = platform.shape_of(x)[0]
         if platform.sends_nothing:
             counts = evenly(rows // count * self.top_k, count)
@@ -93,7 +93,7 @@ class ScaledExpertParallel(ExpertParallel):
 
 
 def _equally(module: Any, forward: Callable[..., Any], rows: Any, numbers: Any, platform: Platform) -> Any:
-    """Run a forward on equal numbers of rows for each expert, after padding with zeros."""
+    """Run a forward that needs equal numbers of rows for each expert, by padding with zeros."""
     total, experts = platform.shape_of(rows)[0], platform.shape_of(numbers)[0]
     counts = evenly(total, experts) if platform.sends_nothing else values_of(numbers, platform)
     most = int(counts.max())

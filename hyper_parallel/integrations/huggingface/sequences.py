@@ -96,17 +96,17 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _eager(module: Any) -> Any:
-    """The function of attention that is written out in the file of a module's class."""
+    """Return the function ``eager_attention_forward`` in the file of a module's class, or None."""
     return getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
 
 
 def _with_sinks(module: Any) -> bool:
-    """Return whether that function reads the sinks of its module."""
+    """Return whether the function of `_eager` reads the attention sinks of its module."""
     return "sinks" in getattr(getattr(_eager(module), "__code__", None), "co_names", ())
 
 
 def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: int | None) -> None:
-    """Make a model accept parts of sequences, as `shard_sequence` returns them."""
+    """Make a model accept shards of sequences, as `shard_sequence` returns them."""
     from transformers import AttentionInterface
 
     platform = mesh.platform
@@ -152,7 +152,10 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
         _cut_prompts(model.base_model, mesh, balance, before)
 
         def generate_whole(*args: Any, **kwargs: Any) -> Any:
-            """Generate on every rank, from whole prompts. Where all have the same one, each computes a part of it."""
+            """Generate on every rank, from full prompts.
+
+            If all ranks have the same prompt, each computes a shard of it.
+            """
             with _whole(before):
                 return generate(*args, **kwargs)
 
@@ -160,7 +163,7 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
 
 
 def _cut_prompts(base: Any, mesh: DeviceMesh, balance: bool, before: list[tuple[Any, Any]]) -> None:
-    """Let the ranks compute parts of the prompt in the first call that `generate` makes of a base model."""
+    """Let each rank compute a shard of the prompt in the first call that `generate` makes of a base model."""
 
     def make(forward: Any) -> Any:
         def run(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -182,14 +185,14 @@ def _cut_prompts(base: Any, mesh: DeviceMesh, balance: bool, before: list[tuple[
 
 @contextmanager
 def _whole(before: list[tuple[Any, Any]]) -> Iterator[None]:
-    """Inside, attention is the model's own."""
+    """Restore the model's own attention function inside this context."""
     with _set(before, None):
         yield
 
 
 @contextmanager
 def _set(before: list[tuple[Any, Any]], name: str | None) -> Iterator[None]:
-    """Inside, attention is that of a name, or the model's own."""
+    """Use the attention function called ``name`` inside this context, or with None the model's own."""
     now = [config._attn_implementation_internal for config, _ in before]
     for config, own in before:
         config._attn_implementation_internal = own if name is None else name
@@ -207,7 +210,7 @@ def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
 
 
 def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[Any]) -> dict[str, Any]:
-    """Return the arguments of a call, without the mask, which must hide nothing.
+    """Return the arguments of a call without the attention mask, after a check that the mask hides no token.
 
     Raises:
         ValueError: on all ranks, for arguments that must cover the full sequence, or would give wrong results for a

@@ -116,8 +116,10 @@ class _Divided(_Base):
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch by its local mean, as one process does. In training the mean is over the tokens of all
-        batches."""
+        """Evaluate a batch with the mean over its own tokens, as one process does.
+
+        In training the mean is over the tokens of all batches.
+        """
         averages = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
         try:
@@ -169,7 +171,7 @@ class _Divided(_Base):
 
 
 class _Nothing:
-    """Stands in for an optimizer that is saved separately."""
+    """Placeholder for an optimizer that is saved separately."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}

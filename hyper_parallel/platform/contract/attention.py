@@ -27,13 +27,13 @@ class AttentionRole:
     def attention_calls(
         self, run: Callable[..., Tensor], mixes: Callable[[str, Sequence[int]], None]
     ) -> AbstractContextManager[None]:
-        """Inside, ``run(call, q, k, v, mask, dropout)`` stands for the framework's function of attention.
-        ``call(q, k, v, mask)`` is the function itself, with its other arguments, of distributed tensors. A mask that
-        ``run`` makes for a call without one stands for the causal one too. An attribute ``options`` of ``call``, where
-        there is one, has all that decides besides the tensors, and is hashable.
+        """Return a context in which ``run(call, q, k, v, mask, dropout)`` replaces the framework's attention function.
+        ``call(q, k, v, mask)`` runs the original function on distributed tensors, with the other arguments of the call.
+        If the call was causal, a mask from ``run`` replaces the causal mask. ``call.options``, if it exists, is a
+        hashable value with all other arguments that affect the result.
 
         ``mixes(name, lengths)`` is called before other functions that mix elements along dimensions of plain tensors.
-        The backend calls it for the functions that it sees. ``lengths`` are the sizes of these dimensions."""
+        The backend calls it for the functions that it intercepts. ``lengths`` are the sizes of these dimensions."""
         raise TypeError(f"{type(self).__name__} has no attention function for sharded sequences")
 
     def transposed(self, x: Tensor, dim: int = -2, other: int = -1) -> Tensor:

@@ -68,10 +68,10 @@ class AutogradRole(ABC):
         """Make a differentiable ``apply(x, *static)`` with one differentiable operand.
 
         ``forward(ctx, x, *static)`` runs outside autograd and returns a tensor that is not ``x`` itself. It may be a
-        view: the platform keeps autograd from treating it as one. ``backward(ctx, cotangent)`` returns the cotangent of
-        ``x``. It is itself recorded when gradients of gradients are asked for. ``ctx`` takes attributes. A tensor that
-        backward needs is saved by ``ctx.save_for_backward(...)`` and read from ``ctx.saved_tensors``. Interception is
-        off in both functions. A framework whose graph shows names calls the node ``forward.__name__``; see `named`.
+        view, but the platform hides this from autograd. ``backward(ctx, cotangent)`` returns the cotangent of ``x``. It
+        is itself recorded when gradients of gradients are asked for. ``ctx`` takes attributes. A tensor that backward
+        needs is saved by ``ctx.save_for_backward(...)`` and read from ``ctx.saved_tensors``. Interception is off in
+        both functions. A framework whose graph shows names calls the node ``forward.__name__``; see `named`.
         """
 
     #: Whether the backward of a `joint_function` gets None for results that nothing was computed from.

@@ -1,8 +1,8 @@
 """Description of a styled module for a compiler that traces it: the second forward of a plan.
 
-DTensors obstruct a framework that compiles Python code: a compiler sees local tensors that claim to be larger.
-So a backend with a compiler builds a forward of plain local tensors from the data of a style. It also builds two
-autograd functions, and collectives that the compiler can see. A backend without a compiler ignores the data.
+A compiler cannot handle DTensors, because they are local tensors with a global shape. So a backend with a compiler
+builds a forward on plain local tensors from the data of a style. It also builds two autograd functions, and collectives
+that the compiler can see. A backend without a compiler ignores the data.
 """
 
 from __future__ import annotations

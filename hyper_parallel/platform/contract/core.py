@@ -101,7 +101,7 @@ class Core(CompiledLosses, PassServices, Protocol):
         """Return the norms of full tensors from new norms of local tensors: sums over ranks if ``order`` is 0 or 1."""
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
-        """Return the maximum of ``value``, which may be overwritten, over all ranks that share a sharded tensor."""
+        """Return the maximum of ``value`` over all ranks that share a sharded tensor. ``value`` may be overwritten."""
 
     def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
         """Convert layouts on slices of one mesh to equivalent layouts on that mesh, with the same local tensors.

@@ -83,7 +83,7 @@ class DeviceRole(ABC):
         names = [name for name in counter.BITS if self.dtypes.get(name) == dtype]
         if not names:
             raise TypeError(
-                f"random numbers of {dtype} cannot be drawn by counter: draw floating point numbers, and convert them"
+                f"parallel_rng='counter' draws no numbers of {dtype}: draw floating point numbers, and convert them"
             )
         key = counter.words_of(np.frombuffer(self.bytes_of(key), np.float32))
         found = counter.numbers(kind, key, shape, ranges, names[0])

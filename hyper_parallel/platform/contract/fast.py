@@ -140,8 +140,8 @@ class Fast:
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """Return whether the caller may call `add_to_gradients` later instead of returning cotangents of
-        ``parameters``. It may if nothing but the accumulated gradients depends on these. Called inside the backward of
-        a function of the parameters. A framework that returns gradients answers False."""
+        ``parameters``. It may if only the accumulated gradients depend on these cotangents. Called inside the backward
+        of a function of the parameters. A framework that returns gradients answers False."""
         return False
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:

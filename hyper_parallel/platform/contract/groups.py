@@ -93,13 +93,14 @@ class GroupRole(ABC):
 
     def describe_group(self, native: Any) -> NativeGroup:
         """Invert `native_group`: describe a process group of the framework. Raises TypeError for any other object."""
-        raise TypeError(f"{type(self).__name__} cannot use existing process groups")
+        raise TypeError(f"{type(self).__name__} cannot make a mesh of existing process groups")
 
     def native_mesh(
         self, ranks: np.ndarray, names: tuple[str, ...] | None, groups: Sequence[Group], root: Any = None
     ) -> Any:
-        """Return the framework's own mesh of these global ranks, with the same groups. Raises TypeError in a framework
-        without meshes.
+        """Return the framework's own mesh of these global ranks, with the same groups.
+
+        Raises TypeError in a framework without meshes.
 
         Args:
             ranks: array that contains this rank.
@@ -107,12 +108,12 @@ class GroupRole(ABC):
             groups: this rank's group along each dimension.
             root: the framework's mesh to slice by ``names``, if this mesh is a slice.
         """
-        raise TypeError(f"{type(self).__name__} has no mesh class of the framework")
+        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has none")
 
     def describe_native_mesh(self, native: Any) -> NativeMesh:
         """Invert `native_mesh`: describe a mesh of the framework. Makes no groups. Raises TypeError for any other
         object."""
-        raise TypeError(f"{type(self).__name__} has no mesh class of the framework")
+        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has none")
 
     def describe_native_placement(self, native: Any) -> tuple[Any, ...] | None:
         """Describe a placement of the framework's own DTensors that has a counterpart in core. The description is the

@@ -65,8 +65,8 @@ class InterceptionRole(ABC):
         return False
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """Return native operations without a row that compute the same as ``function``, of the same arguments. They get
-        a rule that users register for ``function``."""
+        """Return native operations without a row that are equivalent to ``function`` and take the same arguments. A
+        rule that users register for ``function`` also applies to them."""
         return ()
 
     def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
@@ -75,6 +75,6 @@ class InterceptionRole(ABC):
         return None
 
     def why_no_rule(self, function: Any) -> str | None:
-        """Return why `register_sharding` cannot give a rule to a native operation without a row. The backend handles it
-        before dispatch, or calls another operation in its place. None if it can have a rule."""
+        """Return why `register_sharding` cannot give a rule to a native operation without a row; None if it can. A
+        reason is that the backend handles the operation before dispatch, or calls another operation in its place."""
         return None

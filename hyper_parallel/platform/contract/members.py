@@ -42,7 +42,7 @@ class TensorMembers(Protocol):
 
     @property
     def _version(self) -> int:
-        """A number that grows when the framework writes to the tensor in place, also through a view."""
+        """A number that increases with each in-place write to the tensor, also through a view."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Set whether the tensor requires a gradient. Returns the tensor."""

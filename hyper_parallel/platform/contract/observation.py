@@ -61,8 +61,8 @@ class Follower(Protocol):
         """
 
     def sizes(self, x: Tensor, given: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape ``given`` of a tensor with `MARKS`, for the program that reads it. The numbers are equal.
-        Their arithmetic remembers the shape of the whole tensor."""
+        """Return the shape ``given`` of a tensor with `MARKS`, for the program that reads it. The returned numbers are
+        equal to ``given``, but their arithmetic keeps track of the full tensor's shape."""
 
 
 class StepWatcher(Protocol):
@@ -98,18 +98,18 @@ class ObservationRole:
         return nullcontext()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
-        """Register ``tell(cotangent)`` for backward, when the cotangent of ``x``, which requires a gradient, is
-        complete. The graph stays as it is. Called with interception off: for a DTensor, ``x`` is the local tensor. A
-        backend that cannot do so never calls ``tell``."""
+        """Let backward call ``tell(cotangent)`` when the cotangent of ``x``, which requires a gradient, is complete.
+        The graph does not change. Called with interception off: for a DTensor, ``x`` is the local tensor. A backend
+        that cannot do so never calls ``tell``."""
         return
 
     def around_calls(
         self, module: Module, before: Callable[[Module, Any], None], after: Callable[[Module, Any], None]
     ) -> Callable[[], None]:
         """Call ``before(module, (args, kwargs))`` and ``after(module, output)`` around each eager call of ``module``.
-        Of a call that fails the output is None. Compilers see neither, and copies of the module have neither. Returns a
-        function that takes both away, which ``after`` may call. A backend that cannot `follow` programs need not call
-        them."""
+        The output is None if the call fails. Compilers do not see the two functions, and copies of the module do not
+        have them. Returns a function that removes both; ``after`` may call it. A backend that cannot `follow` programs
+        need not call them."""
         return lambda: None
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
@@ -133,9 +133,10 @@ class ObservationRole:
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
-        """Inside, each operation on plain tensors of which some argument has marks goes to ``follower``. Functions that
-        are made of others may hand over these instead. Numbers do not change. The program reads the shapes of such
-        tensors from `Follower.sizes`. None in a backend that cannot do so, and inside of code that is compiled."""
+        """Return a context that passes each operation on plain tensors with a marked argument to ``follower``. A
+        function that is composed of operations may pass these instead. Results do not change. The program reads the
+        shapes of marked tensors from `Follower.sizes`. None if the backend cannot do so, or the code is being
+        compiled."""
         return None
 
     def write_mark(self, x: Tensor, mark: Any) -> None:

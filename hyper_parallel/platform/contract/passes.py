@@ -45,9 +45,9 @@ class PassRole:
     tells_beginning: bool = False
 
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """Register the bound method ``callback(runs)`` for the start of each backward pass, inside it, while its object
-        lives. ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`.
-        Data parallelism uses it to prefetch parameters. A backend that cannot know never calls it; core then rejects
+        """Call the bound method ``callback(runs)`` at the start of each backward pass, while its object lives.
+        ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`. Data
+        parallelism uses it to prefetch parameters. A backend that cannot know never calls it; core then rejects
         features that need it."""
         return
 
@@ -79,8 +79,8 @@ class PassServices(Protocol):
     """Services for a backend about the gradients of distributed tensors; a part of `Core`."""
 
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient of a tensor of ``layout`` for reading as a DTensor. Values computed from it
-        count once in a second backward. Interception is off."""
+        """Convert the plain local gradient of a tensor of ``layout`` to the one that users read as a DTensor. A second
+        backward counts values computed from it once. Interception is off."""
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""

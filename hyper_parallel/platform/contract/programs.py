@@ -109,8 +109,8 @@ def are_planned(own: Mapping[str, Any], planned: Iterable[tuple[str, Any]], dist
 class Program:
     """A module with a style: a step for its input, its operation on local tensors, and a step for its output.
 
-    `step_between` names the steps. The conversion of one tensor by a hook is a program without operation and without
-    parameters: its output is kept as the operation would take it.
+    `step_between` names the steps. A hook that converts one tensor is a program without operation and without
+    parameters.
 
     Attributes:
         mesh: 1-D mesh of core.

@@ -64,8 +64,8 @@ class StateRole:
         raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def set_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
-        """Set the state of the optimizer: its options, numbers and tensors. Tensors that the optimizer already has were
-        filled in place. It keeps other tensors, which only an optimizer without state receives."""
+        """Set the state of the optimizer: its options, numbers and tensors. Its existing state tensors were filled in
+        place before. New tensors are passed only to an optimizer without state, which keeps them."""
         raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def host_memory(self: Any, x: Tensor) -> memoryview:

@@ -22,8 +22,8 @@ class StorageRole(ABC):
     counts_writes: bool = True
 
     def counted_apart(self, x: Tensor) -> Tensor:
-        """Return another tensor with the memory of ``x``, unknown to autograd. Its ``_version`` counts writes to itself
-        but not those to ``x``. Called with interception off."""
+        """Return another tensor with the memory of ``x``, without autograd history. Its ``_version`` counts writes to
+        the new tensor, but not writes to ``x``. Called with interception off."""
         return x
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
@@ -32,7 +32,7 @@ class StorageRole(ABC):
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Copy to ``xs``, which replace ``parameters`` in modules, the attributes that code reads of parameters."""
+        """Copy attributes that programs read from ``parameters`` to ``xs``, which replace the parameters in modules."""
         return None
 
     def become(self, x: Tensor, values: Tensor) -> None:

@@ -55,8 +55,7 @@ class TensorRole(ABC):
 
     def has_values(self, x: Tensor) -> bool:
         """Return whether the values of a plain tensor can be read with `bytes_of` and replaced with `write`. False for
-        tensors without values (`is_meta`), and for formats other than the usual one. Decided from facts that all ranks
-        share."""
+        tensors without values (`is_meta`), and for special storage formats. All ranks get the same answer."""
         return not self.is_meta(x)
 
     @abstractmethod
@@ -69,9 +68,9 @@ class TensorRole(ABC):
         stays the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
-        """Return ``how()``, which reports writes to the plain tensor ``x`` since this call. Called before the native
-        ``operation`` gets ``x``. The report is ``""`` for no write, ``"recorded"`` for a change that gradients pass
-        through, else ``"values"``. Unless a framework counts writes, values are compared."""
+        """Return ``how()``, which reports how the native ``operation`` has changed the plain tensor ``x``. Called
+        before the operation. The report is ``""`` for no write, ``"recorded"`` for a write that autograd recorded, else
+        ``"values"``. If a framework does not count writes, values are compared."""
         before = self.bytes_of(self.detach(x))
         return lambda: "" if self.bytes_of(self.detach(x)) == before else "values"
 

@@ -1,4 +1,7 @@
-"""Functions called around the calls of a cell. The cell gets a subclass: hooks would become part of graphs."""
+"""Functions that are called before and after each call of a cell.
+
+The cell gets a subclass, because hooks would become part of graphs.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ __all__ = ["make_dtensor_class"]
 
 
 def make_dtensor_class(mixin: type, core: Core) -> type:
-    """Make the DTensor class, core's ``mixin`` over `InterceptedTensor`, and the class of distributed parameters."""
+    """Make the DTensor class from core's ``mixin`` and `InterceptedTensor`, and the class of distributed parameters."""
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     members = {**names, **NEW_METHODS, **METHODS}
     InterceptedTensor._core, InterceptedTensor._dispatch = core, staticmethod(core.dispatch)  # type: ignore[assignment]

@@ -52,13 +52,13 @@ def _allow_operations() -> None:
 
 
 def allowed_again(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Replace the end of a run that is captured as a graph: allow operations again."""
+    """Replace the end of a captured run: allow operations on local tensors again."""
     _allow_operations()
     return original(*args, **kwargs)
 
 
 def checked_begin(original: Callable, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Replace the start of a run that is recorded: reject DTensors, and operations on them."""
+    """Replace the start of a captured run: reject DTensors, and operations on them."""
     if not is_dispatching():
         return original(name, *args, **kwargs)
     caller = sys._getframe(2).f_locals
@@ -73,7 +73,7 @@ def checked_begin(original: Callable, name: str, *args: Any, **kwargs: Any) -> A
 
 
 def _forget_recording() -> None:
-    """End a recording that an error has left open. MindSpore does not, and could compile nothing afterwards."""
+    """End a recording that an error has left open. MindSpore does not, and then could compile nothing."""
     context = jit_trace._trace_jit_context
     jit_trace._trace_compile_cache.discard(context.phase)
     recorder = jit_trace.tr.get_instance()

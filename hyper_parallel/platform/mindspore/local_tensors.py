@@ -22,7 +22,7 @@ __all__ = ["LocalVerbs"]
 
 
 class LocalVerbs:
-    """Groups "operations on plain local tensors" and "devices and random numbers" of the contract."""
+    """MindSpore's implementation of `TensorRole`, `StorageRole` and `DeviceRole`."""
 
     # Where MindSpore has a function with the same arguments, it is the verb itself.
     narrow: Any = staticmethod(mint.narrow)

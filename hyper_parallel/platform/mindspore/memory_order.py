@@ -1,4 +1,4 @@
-"""Tensors with a memory order other than the one of new tensors in MindSpore."""
+"""Tensors whose memory order differs from that of new tensors in MindSpore."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ __all__ = ["ModuleVerbs"]
 
 
 class ModuleVerbs:
-    """Groups "types and checks" and "modules" of the contract."""
+    """MindSpore's implementation of `ModuleRole`."""
 
     Tensor = Tensor
     Parameter = Parameter
@@ -169,7 +169,8 @@ def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Cal
 
 
 def _computed_again(made: Any, construct: Callable) -> Any:
-    """Return the recompute cell of a cell for another ``construct``, because it holds the previous one."""
+    """Return a new recompute cell for another ``construct``, because the present one stores the previous
+    ``construct``."""
     if isinstance(made, nn.Cell):
         return RECOMPUTE.get()(construct)
     options = inspect.getclosurevars(made).nonlocals
@@ -180,8 +181,10 @@ def _computed_again(made: Any, construct: Callable) -> Any:
 
 @cache
 def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
-    """Return a subclass with the same name. The cell stores a function, not a bound method: copies run it on
-    themselves."""
+    """Return a subclass with the same name, which runs the forward that is stored on the cell.
+
+    The cell stores a function, not a bound method, so that a copy of the cell passes itself to it.
+    """
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
         return self._replaced_forward(self, *args, **kwargs)

@@ -33,7 +33,7 @@ _BATCH_NORM = {"gamma": "weight", "beta": "bias", "moving_mean": "running_mean",
 
 
 class StateVerbs:
-    """Group "checkpoints" of the contract."""
+    """MindSpore's implementation of `StateRole`."""
 
     dtypes: Mapping[str, Any] = {
         name: getattr(ms, "bool_" if name == "bool" else name)

@@ -30,8 +30,10 @@ _OUTER = frozenset(
 
 @lru_cache(maxsize=16)
 def _body(function: Callable, engine: Any) -> Callable:
-    """Return the body of a function of `_OUTER`. ``engine`` is the engine that the function calls. Patches replace it,
-    so it is part of the cache key."""
+    """Return the Python code of a function of `_OUTER`, as it runs on plain tensors.
+
+    ``engine`` is the function that this code calls. Patches replace it, so it is part of the cache key.
+    """
     return body_of(function)
 
 
@@ -105,7 +107,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _lowered(x: Any) -> Any:
-    """A tensor or None in the dtype of autocast."""
+    """Return a tensor in the dtype of autocast, or None for None."""
     if x is None or not x.is_floating_point() or x.dtype is torch.float64:
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))

@@ -44,9 +44,11 @@ def whole_classes_only(original: Callable) -> Callable:
 
 
 def both_overridable(original: Callable) -> Callable:
-    """Wrap the compiler's list of overridable functions, so that it has the losses and their wrappers. The list is made
-    once, before or after these losses were replaced. The same holds for the list of functions that are one operation of
-    a graph."""
+    """Wrap the compiler's list of overridable functions, so that it contains the losses and their replacements.
+
+    Torch makes the list once, before or after these losses were replaced. The same holds for the list of functions that
+    are one operation of a graph.
+    """
 
     @functools.cache
     def get_overridable_functions() -> set:

@@ -155,7 +155,10 @@ class TorchFast(Fast):
             return False  # torch rejects this query for leaves inside `autograd.grad`, which accumulates nothing
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:
-        """See `Fast.add_to_gradients`. The engine does not see these gradients, so hooks are called here."""
+        """Accumulate plain tensors into the gradients of parameters; see `Fast.add_to_gradients`.
+
+        The engine does not see these gradients, so hooks are called here.
+        """
         for parameter, cotangent in zip(parameters, cotangents, strict=True):
             if cotangent is not None:
                 if hooks := _HOOKS(parameter):

@@ -33,7 +33,7 @@ _NOTHING: dict[str, Any] = {}
 
 
 def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
-    """Return handlers for these functions, made from the handlers of the native functions; ``handlers`` has both."""
+    """Return handlers for these functions, which call the native functions' handlers. ``handlers`` contains both."""
     return {
         **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},
         **{func: _softmax(native, handlers[native], handlers[func]) for func, native in _SOFTMAXES.items()},
@@ -41,9 +41,9 @@ def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
 
 
 def calls_in_place(table: Table, handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
-    """Return handlers for element-wise functions with ``inplace=True``, which run as operations in place.
+    """Return handlers for element-wise functions with ``inplace=True``, which run the in-place operation.
 
-    The row of the function itself would write into the reduced copy of a partial sum, and lose the result.
+    The function itself would write into a reduced copy of a partial sum, and lose the result.
 
     Args:
         table: the op table.

@@ -91,7 +91,10 @@ class StateVerbs(Platform):
 
 
 def _is_moment(name: str, p: Tensor) -> bool:
-    """Return whether a 0-d state tensor of the 0-d parameter ``p`` has its dtype and placements, so is no counter."""
+    """Return whether a 0-d state tensor of a 0-d parameter ``p`` is a moment, not a counter of steps.
+
+    A moment has the dtype and placements of ``p``.
+    """
     return not p.ndim and name not in COUNTERS
 
 

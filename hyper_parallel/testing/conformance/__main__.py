@@ -1,4 +1,4 @@
-"""Run the conformance suite on a backend, the checks that this project's own gates run, and report.
+"""Run the conformance suite on a backend: the checks that this project's own gates run, with a report.
 
     python -m hyper_parallel.testing.conformance my-backend --report conformance.md
 
@@ -32,7 +32,7 @@ FAILED, NOTHING_RAN = 1, 5
 
 
 def world_sizes(text: str) -> list[int]:
-    """``"1,2"`` -> [1, 2]."""
+    """Parse numbers of ranks: ``"1,2"`` -> [1, 2]."""
     try:
         sizes = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -43,7 +43,7 @@ def world_sizes(text: str) -> list[int]:
 
 
 def report_file(text: str) -> Path:
-    """A path whose suffix names the format of the report."""
+    """Return the path of a report. Its suffix must name a format."""
     path = Path(text)
     if path.suffix not in (".json", ".md"):
         raise argparse.ArgumentTypeError(f"a report is a .json or .md file, not {text!r}")
@@ -51,7 +51,7 @@ def report_file(text: str) -> Path:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m hyper_parallel.testing.conformance",
         description="Run the conformance suite on a backend and report.",
@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def backend_of(name: str) -> Platform:
-    """The backend, seen to be registered under the name that its class says.
+    """Return the name of the tested backend. Check that it is registered under the name in its class.
 
     Raises:
         PlatformError: when it is not known, cannot run here, or is registered under another name: a program that
@@ -94,14 +94,14 @@ def backend_of(name: str) -> Platform:
 
 
 def comm_backend_of(backend: Platform) -> str:
-    """Return the backend of groups: the backend's own, unless the environment names another, as the torch backends
-    read it."""
+    """Return the communication backend: the backend's own, unless an environment variable names another one, as torch
+    backends allow."""
     chosen = os.environ.get("HYPER_PARALLEL_TORCH_BACKEND", "").strip().lower()
     return chosen if chosen and backend.Tensor.__module__.split(".")[0] == "torch" else backend.comm_backend
 
 
 def versions_of(backend: Platform) -> dict[str, str]:
-    """Versions that a result depends on."""
+    """Return the versions that affect the result."""
     versions = {"Python": python_platform.python_version()}
     for package in ("hyper-parallel", "numpy", backend.Tensor.__module__.split(".")[0]):
         try:
@@ -114,7 +114,7 @@ def versions_of(backend: Platform) -> dict[str, str]:
 def run(
     backend: Platform, adapter: str, arguments: argparse.Namespace, pytest_arguments: Sequence[str]
 ) -> tuple[int, Report]:
-    """Run pytest in this process; returns its exit status and the report."""
+    """Run pytest in this process; return its exit status and the report."""
     import pytest
 
     from hyper_parallel.testing.conformance import plugin
@@ -145,7 +145,7 @@ def run(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
+    """Run the command and return the exit status."""
     arguments, pytest_arguments = make_parser().parse_known_args(argv)
     if importlib.util.find_spec("pytest") is None:
         return _cannot_run("the checks are written for pytest, which is not installed: pip install 'pytest>=8.4'")

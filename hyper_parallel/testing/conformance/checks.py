@@ -1,4 +1,4 @@
-"""Requirements of a check of the suite on a platform before it begins."""
+"""Checks that skip a test on a platform without a required feature."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ from hyper_parallel.platform import Platform, get_platform
 
 
 def needs_gradients() -> None:
-    """Skip a test on a platform that does not say how a program differentiates."""
+    """Skip a test on a platform without `Platform.differentiate`."""
     if type(get_platform()).differentiate is Platform.differentiate:
         pytest.skip("this platform does not differentiate by itself")

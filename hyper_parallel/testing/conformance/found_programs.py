@@ -1,4 +1,4 @@
-"""Random programs that once were wrong or hung, as small as the shrinker made them; `test_fuzz` runs them again."""
+"""Shrunk random programs that once gave wrong results or hung. `test_fuzz` runs them again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random programs of trainers that once were wrong or hung, as small as the shrinker made them; see `test_fuzz`."""
+"""Shrunk random trainer programs that once gave wrong results or hung. `test_fuzz` runs them again."""
 
 from __future__ import annotations
 

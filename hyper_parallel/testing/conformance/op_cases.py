@@ -1,4 +1,4 @@
-"""The operations that every backend must run on distributed operands, as the suite calls them."""
+"""Calls of the operations that every backend must run on distributed operands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["CASES", "Case", "Ints", "Mask"]
 
 @dataclass(frozen=True)
 class Ints:
-    """An operand of integers below ``high``."""
+    """An operand of random integers from 0 to ``high`` - 1."""
 
     shape: tuple[int, ...]
     high: int
@@ -21,14 +21,14 @@ class Ints:
 
 @dataclass(frozen=True)
 class Mask:
-    """An operand of booleans."""
+    """An operand of random booleans."""
 
     shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call: ``run(adapter, *operands)`` gives a tensor or a sequence of tensors.
+    """One call: ``run(adapter, *operands)`` returns a tensor or a sequence of tensors.
 
     Attributes:
         name: for messages.
@@ -41,7 +41,7 @@ class Case:
     run: Callable[..., Any]
 
     def arrays(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Values for the operands."""
+        """Return random values for the operands."""
         return [_array(operand, rng) for operand in self.operands]
 
 

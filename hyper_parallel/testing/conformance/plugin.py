@@ -1,4 +1,4 @@
-"""Additions of the kit to pytest: the worker processes of the backend, and counting by group."""
+"""Plugin for pytest: the pool of worker processes of the backend, and counts of checks by group."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _REPORT = pytest.StashKey[Report]()
 
 
 class SelectedPool(WorkerPool):
-    """A pool that skips a check when it asks for a number of ranks that was not selected."""
+    """A pool that skips a check if it asks for a number of ranks that the command did not select."""
 
     def __init__(self, platform: str, world_sizes: Sequence[int]) -> None:
         super().__init__(platform, max(world_sizes))
         self.world_sizes = world_sizes
 
     def run(self, world_size: int, job: str | Callable[..., Any], *args: Any, timeout: float = JOB_TIMEOUT) -> list:
-        """See `WorkerPool.run`."""
+        """Run a job on ranks. See `WorkerPool.run`."""
         __tracebackhide__ = True
         if world_size not in self.world_sizes:
             pytest.skip(f"{world_size} ranks were not asked for")
@@ -35,42 +35,42 @@ class SelectedPool(WorkerPool):
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[WorkerPool]:
-    """Worker processes of the backend."""
+    """Yield the worker processes of the backend."""
     report = pytestconfig.stash[_REPORT]
     with SelectedPool(report.backend, report.world_sizes) as workers:
         yield workers
 
 
 class Counter:
-    """Hooks that fill ``report``."""
+    """Hooks of pytest that fill ``report``."""
 
     def __init__(self, report: Report) -> None:
         self.report = report
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Tell the fixture which backend, and pytest which markers there are."""
+        """Store the backend for the fixture, and register the markers."""
         config.stash[_REPORT] = self.report
         config.addinivalue_line("markers", MARKER)
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Deselect the checks that ``--quick`` leaves out."""
+        """Deselect the checks that ``--quick`` omits."""
         keep_the_gate(config, items)
 
     def pytest_sessionstart(self) -> None:
-        """Start the clock."""
+        """Store the start time."""
         self._started = time.monotonic()
 
     def pytest_sessionfinish(self) -> None:
-        """Stop it."""
+        """Store the duration."""
         self.report.seconds = time.monotonic() - self._started
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be imported is a failure of its group."""
+        """Count a file that cannot be imported as a failure of its group."""
         if report.failed:
             self._fail(report.nodeid, report.longreprtext)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a check once: when it was called, or when it did not come to that."""
+        """Count each check once: after its call, or after a set-up that skipped or failed."""
         group = self.report.group(_group_of(report.nodeid))
         if report.failed:
             phase = "" if report.when == "call" else f" ({report.when})"
@@ -89,5 +89,5 @@ class Counter:
 
 
 def _group_of(nodeid: str) -> str:
-    """``test_style_matrix.py::test_x[1]`` is in the group ``style_matrix``."""
+    """Return the group of a check: ``test_style_matrix.py::test_x[1]`` is in the group ``style_matrix``."""
     return PurePosixPath(nodeid.split("::")[0]).stem.removeprefix("test_")

@@ -21,7 +21,7 @@ class Group:
 
 @dataclass
 class Failure:
-    """A check that failed: its name as pytest has it, and pytest's text about it."""
+    """A failed check: its name in pytest, and pytest's text about it."""
 
     check: str
     message: str
@@ -29,7 +29,7 @@ class Failure:
 
 @dataclass
 class Report:
-    """The result of one run.
+    """The result of a run of the suite.
 
     Attributes:
         backend: name of the backend.
@@ -58,27 +58,27 @@ class Report:
     seconds: float = 0.0
 
     def group(self, name: str) -> Group:
-        """The group ``name``, which appears in the table from now on."""
+        """Return the group ``name``. It is added to the table if it is new."""
         return self.groups.setdefault(name, Group(name))
 
     @property
     def passed(self) -> int:
-        """The number of checks that passed."""
+        """Return the number of checks that passed."""
         return sum(group.passed for group in self.groups.values())
 
     @property
     def failed(self) -> int:
-        """The number of checks that failed."""
+        """Return the number of checks that failed."""
         return sum(group.failed for group in self.groups.values())
 
     @property
     def skipped(self) -> int:
-        """The number of checks that were skipped."""
+        """Return the number of checks that were skipped."""
         return sum(group.skipped for group in self.groups.values())
 
     @property
     def verdict(self) -> str:
-        """One sentence. A run in which nothing passed proves nothing, and is no success."""
+        """Return the result in one sentence. A run in which no check passed is not a success."""
         if self.failed:
             return f"{self.backend} does not conform: {self.failed} of {self.passed + self.failed} checks failed"
         if not self.passed:
@@ -106,7 +106,7 @@ class Report:
         ]
 
     def to_text(self) -> str:
-        """The table for a terminal, with the verdict."""
+        """Return the table for a terminal, followed by the verdict."""
         width = max(len("check group"), *(len(row[0]) for row in self._rows()))
         lines = [f"{'check group':<{width}} {'passed':>7} {'failed':>7} {'skipped':>8}"]
         lines += [f"{name:<{width}} {p:>7} {f:>7} {s:>8}" for name, p, f, s in self._rows()]
@@ -115,7 +115,7 @@ class Report:
         return "\n".join(lines)
 
     def to_markdown(self) -> str:
-        """The same for a file, with the facts about the run and pytest's text of each failure."""
+        """Return the report in Markdown: the facts about the run, the table, and pytest's text of each failure."""
         lines = [f"# Conformance of {self.backend}", "", f"{self.verdict}.", ""]
         lines += [f"* {name}: {value}" for name, value in self._about()]
         lines += ["", "| check group | passed | failed | skipped |", "|---|---:|---:|---:|"]
@@ -129,12 +129,12 @@ class Report:
         return "\n".join(lines) + "\n"
 
     def to_json(self) -> str:
-        """Everything, with totals and verdict."""
+        """Return all results as JSON, with totals and verdict."""
         totals = {"passed": self.passed, "failed": self.failed, "skipped": self.skipped}
         content = {**asdict(self), "groups": [asdict(g) for _, g in sorted(self.groups.items())]}
         return json.dumps({**content, "totals": totals, "ok": self.ok, "verdict": self.verdict}, indent=2) + "\n"
 
     def write(self, path: Path) -> None:
-        """Write JSON or Markdown, as the suffix says."""
+        """Write the report as JSON or Markdown, depending on the suffix."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(self.to_json() if path.suffix == ".json" else self.to_markdown(), encoding="utf-8")

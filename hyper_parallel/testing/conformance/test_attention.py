@@ -80,7 +80,10 @@ def test_fewer_key_value_heads_than_ranks(pool: Any, world_size: int, kv_heads: 
 
 @pytest.mark.parametrize(("world_size", "kv_heads"), in_gate([(2, 2), (4, 2)], [(4, 2)], unpack=True))
 def test_fewer_key_value_heads_that_stay_distributed(pool: Any, world_size: int, kv_heads: int) -> None:
-    """Keys and values are replicated then, and attention slices this rank's heads from them."""
+    """Check that with fewer key and value heads than ranks, keys and values are replicated.
+
+    Attention then slices this rank's heads from them.
+    """
     kept = {"wq": ColwiseParallel(use_local_output=False), "wo": RowwiseParallel()}
     plan = {**kept, "w[kv]": ColwiseParallel(heads=kv_heads, replicate_heads=True, use_local_output=False)}
     pool.run(world_size, grouped, 12, kv_heads, False, plan)
@@ -156,7 +159,7 @@ def test_packed_input_features(pool: Any, world_size: int, sizes: Any) -> None:
 
 @spmd.on_mesh()
 def packed_gathered(mesh: Any) -> Any:
-    """The whole output of a packed weight has the order of the single device."""
+    """Check that the gathered output of a packed weight has the feature order of a single device."""
     return compare(
         lambda adapter: adapter.linear_module(6, 12),
         ColwiseParallel(packed=(7, 3, 2), output_layouts=Replicate()),
@@ -173,7 +176,7 @@ def test_packed_output_gathered(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def state_of_packed(mesh: Any) -> None:
-    """Check that a checkpoint holds the weight of the single device."""
+    """Check that a checkpoint contains the packed weight of a single device."""
     import numpy as np
 
     adapter = get_adapter()

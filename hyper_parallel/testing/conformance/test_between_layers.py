@@ -1,4 +1,4 @@
-"""Code between layers that a cheap check can judge: keys and values of a latent, and layers that are several in one."""
+"""Checks of a plan for code between layers: latent keys and values, and layers that pack several matrices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ PLAN = {"wq": ColwiseParallel(), "wkv_b": ColwiseParallel(), "wo": RowwiseParall
 
 
 def attention() -> Any:
-    """DeepSeek's layers, and attention between them without a softmax, by whatever heads there are."""
+    """Return the projections of DeepSeek's attention, and a function that computes attention without softmax for any
+    number of heads."""
     adapter = get_adapter()
     model = holder(
         inp=(HIDDEN, HIDDEN),
@@ -57,7 +58,7 @@ def attention() -> Any:
 
 
 def compared(mesh: Any, plan: dict[str, Any]) -> int:
-    """Compare values and gradients with a single device. Returns the number of elements that backward sends."""
+    """Compare values and gradients with a single device. Return the number of collectives."""
     adapter = get_adapter()
     (single, run), (model, _) = attention(), attention()
     parallelize_module(model, mesh, plan)
@@ -101,7 +102,7 @@ def latent_keys(mesh: Any) -> None:
         with fails(ValueError, "'wkv_a' returns 8", "'wkv_b' takes 6", "NoParallel(partial_features=2)", str(mesh)):
             parallelize_module(attention()[0], mesh, {**PLAN, **styles})
     told = {"wkv_a": NoParallel(partial_features=SHARED)}
-    with fails(ValueError, "'wkv_b'", "from a latent to keys and values", "Leave packed= out", "heads=(keys, values)"):
+    with fails(ValueError, "'wkv_b'", "as in latent attention", "Leave packed= out", "heads=(keys, values)"):
         parallelize_module(attention()[0], mesh, {**PLAN, **told, "wkv_b": ColwiseParallel(packed=2)})
     # The settings of other layers count.
     for style in (
@@ -121,7 +122,7 @@ def test_keys_and_values_of_a_latent(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def read_by_some(mesh: Any) -> None:
-    """An output that each rank multiplies its own features by: all of it, or the last of its features."""
+    """Check an output of which each rank multiplies only its own features: all features, or the last few."""
     adapter = get_adapter()
 
     def loss_of(model: Any) -> Any:
@@ -154,7 +155,7 @@ def test_an_output_that_is_read_by_parts(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def several_in_one(mesh: Any) -> None:
-    """A layer with two or three times the input features of the next layer, under every name and attribute."""
+    """Check layers with two or three times the input features of the next layer, under all known names."""
     for name in ("qkv", "proj_in", "w1"):
         for attributes in ({}, {"head_dim": 4}, {"hidden_size": 24}):
             for times, word in ((2, "twice"), (3, "three times")):

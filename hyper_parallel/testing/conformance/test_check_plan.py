@@ -1,4 +1,4 @@
-"""`check_plan` says that right plans are right, and of a wrong one which module is the first that differs."""
+"""`check_plan` accepts right plans, and names the first module whose output differs under a wrong plan."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def mlp() -> Any:
 
 
 class Halved(ModuleStyle):
-    """A style with a mistake: it halves the input of its module."""
+    """A wrong style: it halves the input of its module."""
 
     input_layouts = (Shard(-1),)
     desired_input_layouts = (Replicate(),)

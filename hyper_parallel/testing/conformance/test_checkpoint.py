@@ -1,5 +1,4 @@
-"""Checkpoints: one mesh loads the values that another has saved, bit for bit. Training goes on as if without a
-break."""
+"""Checkpoints: any mesh loads the values of any other mesh bit for bit, and training continues unchanged."""
 
 from __future__ import annotations
 
@@ -29,8 +28,10 @@ ROWS = 4
 
 
 class Setup(NamedTuple):
-    """A mesh, and the kind of data parallelism on its first dimension. A mesh without data parallelism has a plan on
-    the only one."""
+    """A mesh, and the kind of data parallelism on its first dimension.
+
+    Without data parallelism, the only dimension is for tensor parallelism.
+    """
 
     shape: tuple[int, ...]
     dp: str
@@ -39,7 +40,7 @@ class Setup(NamedTuple):
         return f"{'x'.join(map(str, self.shape))} {self.dp}"
 
     def mesh(self) -> Any:
-        """The mesh of the setup; None on a rank outside of it. All ranks of the pool call it."""
+        """Return the mesh of the setup, or None on a rank outside it. All ranks of the pool must call it."""
         names = ("dp", "tp") if len(self.shape) == 2 else ("tp",) if self.dp == "none" else ("dp",)
         return spmd.device_mesh(*self.shape, names=names)
 
@@ -74,7 +75,7 @@ MODELS: dict[str, tuple[Any, Any, dict[str, Any], str | None]] = {
 
 
 def build(mesh: Any, setup: Setup, name: str, seed: int = 5) -> Any:
-    """A parallelised model."""
+    """Return a parallelised model."""
     adapter = get_adapter()
     make, _, plan, frozen = MODELS[name]
     model = adapter.load(make(adapter), np.random.default_rng(seed))
@@ -91,7 +92,7 @@ def build(mesh: Any, setup: Setup, name: str, seed: int = 5) -> Any:
 
 
 def train(model: Any, name: str, step: Any, batches: range) -> list[float]:
-    """Steps on the same batch on all ranks; returns the losses."""
+    """Train on the same batch on all ranks; return the loss of each step."""
     adapter, shape, losses = get_adapter(), MODELS[name][1], []
     for number in batches:
         rng = np.random.default_rng(100 + number)
@@ -116,7 +117,7 @@ def digest(x: Any) -> str:
 
 
 def digests(model: Any, optimizer: Any, platform: Any) -> dict[str, str]:
-    """Return a digest of each part of a checkpoint of both."""
+    """Return a digest of each tensor in the checkpoint of a model and its optimizer."""
     found = {name: digest(x) for name, x in platform.saved_tensors(model)}
     if optimizer is not None:
         names = {id(x): name for name, x in platform.saved_tensors(model)}
@@ -129,14 +130,17 @@ def digests(model: Any, optimizer: Any, platform: Any) -> dict[str, str]:
 
 
 def optimizer_of(model: Any, platform: Any, name: str = "adamw") -> tuple[Any, Any]:
-    """The framework's optimizer and its step; of a backend without optimizers only a step."""
+    """Return an optimizer of the framework and its step.
+
+    Without optimizers in the backend, return None and a plain step.
+    """
     adapter = get_adapter()
     made = adapter.optimizer(model, name, 0.05) if hasattr(adapter, "optimizer") else (None, None)
     return made if platform.is_optimizer(made[0]) else (None, adapter.sgd(model, 0.05))
 
 
 def save_new(setup: Setup, name: str, path: str) -> Any:
-    """Save a model that has not trained, and return its values."""
+    """Save an untrained model, and return its values."""
     mesh = setup.mesh()
     if mesh is None:
         return None
@@ -146,7 +150,8 @@ def save_new(setup: Setup, name: str, path: str) -> Any:
 
 
 def load_new(setup: Setup, path: str, name: str) -> Any:
-    """The same of a loaded model, which had other values; its objects stay the same."""
+    """Load a checkpoint into a model with other values, and return the loaded values. Parameters stay the same
+    objects."""
     mesh = setup.mesh()
     if mesh is None:
         return None
@@ -160,12 +165,12 @@ def load_new(setup: Setup, path: str, name: str) -> Any:
 
 
 def all_have_come() -> None:
-    """Returns when all ranks of the pool have called it."""
+    """Return when all ranks of the pool have called this."""
     Collective(spmd.device_mesh(4)).gather(None)
 
 
 def round_trips(name: str, directory: str, numbers: list[int]) -> list[Any]:
-    """Return the values that each of these setups has saved, and the values that it and two others have loaded."""
+    """Return the values that each setup saved, and the values that this setup and two other ones loaded."""
     found = []
     for number in numbers:
         setup = SETUPS[number]
@@ -178,13 +183,13 @@ def round_trips(name: str, directory: str, numbers: list[int]) -> list[Any]:
 
 
 def _own_setups(name: str) -> range:
-    """The setups that fall to a model when all models share them."""
+    """Return this model's share of the setups: the setups are divided between the models."""
     return range([*MODELS].index(name), len(SETUPS), len(MODELS))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_round_trip(pool: Any, tmp_path: Path, name: str) -> None:
-    """Loaded on the mesh that saved, and on two others."""
+    """Check that the mesh that saved, and two other meshes, load the saved values."""
     # Over all models, the gate saves with each setup once.
     numbers = list(range(len(SETUPS)) if everything() else _own_setups(name))
     ranks = pool.run(4, round_trips, name, str(tmp_path), numbers)
@@ -206,7 +211,7 @@ class Job(NamedTuple):
 
     @classmethod
     def new(cls, setup: Setup, name: str, seed: int) -> Any:
-        """A new job; None on a rank outside of the mesh."""
+        """Return a new job, or None on a rank outside the mesh."""
         mesh = setup.mesh()
         if mesh is None:
             return None
@@ -235,9 +240,12 @@ END = 12 if everything() else 5
 
 
 def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
-    """Results for each of these setups: the state saved after two steps, the losses of the steps to `END`, and the
-    results of resuming. It is resumed on the same setup, and on the next one. The optimizer that resumes has stepped
-    before in one of both."""
+    """Return the results of interrupted training for each setup.
+
+    Results are the state saved after two steps, the losses up to `END`, and the results of resuming. Training is
+    resumed on the same setup and on the next one. In one of these two cases, the resuming optimizer has taken steps
+    before.
+    """
     saved, resumed, again = [], [], []
     for number in numbers:
         job, path = Job.new(SETUPS[number], name, 5), f"{directory}/{number}"
@@ -262,7 +270,8 @@ def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_goes_on(pool: Any, tmp_path: Path, name: str) -> None:
-    """Steps after a break equal those without one, bit for bit; on another mesh to rounding."""
+    """Check that resumed training equals uninterrupted training: bit for bit on the same mesh, up to rounding on
+    another one."""
     numbers = _own_setups(name)
     ranks = pool.run(4, broken_runs, name, numbers, str(tmp_path))
     for place, number in enumerate(numbers):

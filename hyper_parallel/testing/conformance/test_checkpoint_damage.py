@@ -1,4 +1,4 @@
-"""Damaged, cut, foreign and outdated files are errors on all ranks that name file and entry."""
+"""Damaged, truncated, foreign and outdated files raise an error on all ranks, which names the file and the entry."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIRST, SECOND = "rank-00000.safetensors", "rank-00001.safetensors"
 
 
 class OfRank:
-    """A state of each rank."""
+    """An object with a different state on each rank."""
 
     per_rank = True
 
@@ -51,12 +51,13 @@ def state_of(mesh: Any, scale: int = 1) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- how to damage a checkpoint
 def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Change the parsed index."""
+    """Return a function that changes the parsed index."""
     return lambda path: change_index(path, change)
 
 
 def put(*keys: Any) -> Callable[[Path], None]:
-    """Put the last of ``keys`` where the others lead to in the index."""
+    """Return a function that sets an entry of the index. The last of ``keys`` is the value, and the others are its
+    path."""
     *way, last, value = keys
 
     def change(content: Any) -> None:
@@ -68,7 +69,7 @@ def put(*keys: Any) -> Callable[[Path], None]:
 
 
 def without(*keys: Any) -> Callable[[Path], None]:
-    """Remove something from the index."""
+    """Return a function that removes an entry of the index."""
     *way, last = keys
 
     def change(content: Any) -> None:
@@ -80,12 +81,12 @@ def without(*keys: Any) -> Callable[[Path], None]:
 
 
 def text(content: bytes, file: str = "index.json") -> Callable[[Path], None]:
-    """Another content of a file."""
+    """Return a function that replaces the content of a file."""
     return lambda path: (path / file).write_bytes(content) and None  # type: ignore[func-returns-value]
 
 
 def other(old: str, new: str) -> Callable[[Path], None]:
-    """Another text in the index."""
+    """Return a function that replaces some text in the index."""
 
     def damage(path: Path) -> None:
         content = (path / "index.json").read_text()
@@ -96,12 +97,12 @@ def other(old: str, new: str) -> Callable[[Path], None]:
 
 
 def cut(file: str, count: int) -> Callable[[Path], None]:
-    """Bytes less at the end."""
+    """Return a function that removes bytes at the end of a file."""
     return lambda path: (path / file).write_bytes((path / file).read_bytes()[:-count]) and None  # type: ignore[func-returns-value]
 
 
 def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Change the header of the first file of tensors, whose size stays that of the index."""
+    """Return a function that changes the header of the first file of tensors, but not its size."""
 
     def damage(path: Path) -> None:
         content = (path / FIRST).read_bytes()
@@ -117,12 +118,12 @@ def header(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 def entry(name: str, key: str, value: Any) -> Callable[[Path], None]:
-    """Change the header's data of an entry."""
+    """Return a function that changes an entry of a header."""
     return header(lambda parsed: parsed[name].__setitem__(key, value))
 
 
 def swap(path: Path) -> None:
-    """The files of two ranks in each other's place."""
+    """Exchange the files of two ranks."""
     first = (path / FIRST).read_bytes()
     shutil.copy(path / SECOND, path / FIRST)
     (path / SECOND).write_bytes(first)
@@ -132,14 +133,14 @@ def swap(path: Path) -> None:
 
 
 def flip(path: Path, file: str) -> None:
-    """One bit of the data."""
+    """Return a function that flips one bit of the data."""
     content = bytearray((path / file).read_bytes())
     content[-1] ^= 1
     (path / file).write_bytes(content)
 
 
 def replaced_by(name: str) -> Callable[[Path], None]:
-    """A file instead of the directory, or the other way about."""
+    """Return a function that puts a file in place of a directory, or a directory in place of a file."""
 
     def damage(path: Path) -> None:
         target = path / name if name else path
@@ -150,7 +151,7 @@ def replaced_by(name: str) -> Callable[[Path], None]:
 
 
 def foreign(*names: str) -> Callable[[Path], None]:
-    """Replace the directory with one that has only files of these names."""
+    """Return a function that replaces the directory with one that has only files of these names."""
 
     def damage(path: Path) -> None:
         shutil.rmtree(path)
@@ -162,7 +163,7 @@ def foreign(*names: str) -> Callable[[Path], None]:
 
 
 def nested(path: Path) -> None:
-    """The checkpoint one level further down."""
+    """Move the checkpoint into a subdirectory of itself."""
     path.rename(path.with_name(f"{path.name}-moved"))
     path.mkdir()
     path.with_name(f"{path.name}-moved").rename(path / "step-3")
@@ -261,7 +262,7 @@ def header_length(path: Path, length: int) -> None:
 
 
 def load_error(path: Path, mesh: Any, **options: Any) -> str:
-    """Return the message of a load that changes nothing."""
+    """Return the error message of a load. Check that the load changed nothing."""
     adapter, state = get_adapter(), state_of(mesh, 0)
     try:
         load(state, path, mesh=mesh, **options)
@@ -273,7 +274,7 @@ def load_error(path: Path, mesh: Any, **options: Any) -> str:
 
 @spmd.on_mesh()
 def damaged(mesh: Any, directory: str) -> dict[str, str]:
-    """Error of each damage."""
+    """Return the error of each damage."""
     ranks, whole = Collective(mesh), Path(directory) / "whole"
     save(state_of(mesh), whole, mesh=mesh)
     found = {}
@@ -291,7 +292,7 @@ def damaged(mesh: Any, directory: str) -> dict[str, str]:
 
 @spmd.on_mesh()
 def flipped(mesh: Any, directory: str) -> list[str]:
-    """A bit of the data is found where checksums were saved and are compared."""
+    """Check that a flipped bit is found if checksums were saved and are compared."""
     ranks, path = Collective(mesh), Path(directory) / "flipped"
     save(state_of(mesh), path, mesh=mesh, checksums=False)
     with pytest.raises(ValueError, match="was saved without checksums"):
@@ -317,7 +318,8 @@ def flipped(mesh: Any, directory: str) -> list[str]:
 
 @spmd.on_mesh()
 def shared_out(mesh: Any, directory: str) -> list[list[str]]:
-    """Return the entries that this rank compares: a share of a common state, and all of its own one."""
+    """Return the entries whose checksums this rank compares: its share if all ranks ask for the same, otherwise all its
+    own."""
     adapter, names = get_adapter(), [f"x{i}" for i in range(6)]
     whole = {name: adapter.tensor(np.full(5, i, np.float32)) for i, name in enumerate(names)}
     path = save(whole, Path(directory) / "shared-out", mesh=mesh)
@@ -340,7 +342,10 @@ def shared_out(mesh: Any, directory: str) -> list[list[str]]:
 
 @spmd.on_mesh()
 def late(mesh: Any, directory: str) -> list[str]:
-    """Another program saves under the same name before this save ends: the errors of all ranks, of both kinds."""
+    """Return the errors on all ranks if another program saves under the same name before this save ends.
+
+    Both kinds of saves are tried.
+    """
     ranks, other, path = Collective(mesh), Path(directory) / "other", Path(directory) / "late" / "step-3"
     save({"step": 4}, other, mesh=mesh)
     found = []
@@ -367,7 +372,7 @@ def late(mesh: Any, directory: str) -> list[str]:
 
 @spmd.on_mesh()
 def cut(mesh: Any, directory: str) -> list[str]:
-    """A file is cut after all ranks have opened it: their errors, by the placement that they load with."""
+    """Return the errors on all ranks if a file is truncated after all ranks opened it, for each placement."""
     adapter, ranks = get_adapter(), Collective(mesh)
     whole = np.arange(3 * 2**13, dtype=np.float32).reshape(6, 2**12)
     found = []
@@ -389,7 +394,8 @@ def cut(mesh: Any, directory: str) -> list[str]:
 
 
 def test_cut_during_a_load(pool: Any, tmp_path: Path) -> None:
-    """Pages of a mapped file that are gone would end the ranks by a signal."""
+    """Check that truncated files raise an error. If files were mapped, missing pages would kill the ranks by a
+    signal."""
     messages, others = pool.run(2, cut, str(tmp_path))
     assert messages == others
     for number, message in enumerate(messages):
@@ -419,7 +425,7 @@ def test_damaged(pool: Any, tmp_path: Path, world_size: int) -> None:
 
 
 def test_what_is_compared(pool: Any, tmp_path: Path) -> None:
-    """Ranks that ask for the same share the work."""
+    """Check that ranks that need the same entries divide the comparison of checksums."""
     first, second = pool.run(2, shared_out, str(tmp_path))
     assert len(first[0]) == len(second[0]) == 3
     assert sorted(first[0] + second[0]) == [f"x{i}" for i in range(6)]

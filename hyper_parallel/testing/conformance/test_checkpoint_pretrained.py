@@ -1,4 +1,5 @@
-"""Files of whole tensors, as Hugging Face has them: written by ranks that hold parts, read into models on meta."""
+"""Hugging Face's files of full tensors: written by ranks that hold shards, and loaded into models on the meta
+device."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ SHAPES: list[tuple[int, ...]] = [(1,), (2,), (4,), (2, 2)]
 
 
 def whole_values(name: str) -> dict[str, np.ndarray]:
-    """Return the values of the model on one device, tied ones under their first name."""
+    """Return the values of the model on one device. Tied values appear under their first name."""
     adapter, seen = get_adapter(), set()
     found = {}
     for path, x in get_platform().saved_tensors(adapter.load(MODELS[name][0](adapter), np.random.default_rng(5))):
@@ -64,8 +65,10 @@ def save_model(shape: tuple[int, ...], name: str, directory: str, limit: int | s
 
 
 def load_model(shape: tuple[int, ...], name: str, path: str, without_values: bool) -> None:
-    """Values are loaded into the same objects, which keep their placements; the model computes the result of the whole
-    one."""
+    """Check that values are loaded into the same objects with the same placements.
+
+    The model then computes the single device's result.
+    """
     mesh, adapter, platform = mesh_of(shape), get_adapter(), get_platform()
     if mesh is None:
         return
@@ -117,7 +120,7 @@ def test_models(pool: Any, tmp_path: Path, number: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def tensors(mesh: Any, directory: str) -> None:
-    """A dict of tensors of every kind of cut and several dtypes, into one file, and back with other placements."""
+    """Check that a dict of tensors is saved in one file, and loaded with other placements and dtypes."""
     adapter, platform = get_adapter(), get_platform()
     kinds = {
         "rows": ((7, 5), [Shard(0), Shard(0)]),
@@ -158,7 +161,7 @@ def tensors(mesh: Any, directory: str) -> None:
 
 
 def meet(mesh: Any) -> None:
-    """All ranks have come here."""
+    """Wait until all ranks have called this."""
     distribute_tensor(get_adapter().tensor(array(2)), mesh, [Replicate()]).redistribute(
         placements=[Shard(0)]
     ).full_tensor()
@@ -166,7 +169,7 @@ def meet(mesh: Any) -> None:
 
 @spmd.on_mesh(2)
 def misfits(mesh: Any, directory: str) -> None:
-    """Check that all misfits are listed, on all ranks, and nothing is changed."""
+    """Check that all mismatches are listed on all ranks, and that nothing is changed."""
     adapter = get_adapter()
     folder = Path(directory)
 
@@ -265,7 +268,7 @@ def misfits(mesh: Any, directory: str) -> None:
 
 
 class Peak:
-    """Context manager: by how many bytes the memory of this process grew at most, mapped files left out."""
+    """Context manager that measures the largest growth of the memory of this process, without mapped files."""
 
     def _now(self) -> int:
         text = Path("/proc/self/status").read_text()
@@ -295,8 +298,11 @@ MATRIX = 4 * FEATURES * HIDDEN
 
 @spmd.on_mesh()
 def memory(mesh: Any, directory: str) -> None:
-    """A load into models without values takes this rank's shards and one tensor at most. A save takes less than a
-    tensor."""
+    """Check the memory of a load and of a save.
+
+    A load into models without values needs at most this rank's shards and one tensor. A save needs less than one
+    tensor.
+    """
     adapter, size = get_adapter(), mesh.size()
     path = Path(directory) / "model.safetensors"
     if mesh.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Contents of a checkpoint besides models that fit: values, single tensors, parts of a state, and misfits."""
+"""Contents of a checkpoint other than matching models: values, single tensors, parts of a state, and mismatches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ WORLD_SIZES = [1, 2, 4]
 
 
 class fails:
-    """Context manager: the block raises this class with all these words, on every rank."""
+    """Context manager whose block must raise this class with all these words on every rank."""
 
     def __init__(self, kind: type[Exception], *words: str) -> None:
         self.kind, self.words = kind, words
@@ -57,7 +57,7 @@ def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
 
 @spmd.on_mesh()
 def values(mesh: Any, directory: str) -> None:
-    """Numbers, strings and containers of them come back with their types."""
+    """Check that numbers, strings and containers of them are loaded with their types."""
     adapter = get_adapter()
     nest = {
         "int": 3,
@@ -113,7 +113,7 @@ PLACEMENTS = [Replicate(), Shard(0), Shard(1), PackedShard(0, (4, 2)), PackedSha
 
 @spmd.on_mesh()
 def placements(mesh: Any, directory: str) -> None:
-    """Every placement from every other one, in every dtype."""
+    """Check loading into every placement from every other placement, in every dtype."""
     adapter, platform = get_adapter(), get_platform()
     whole = array(6, 5)
     saved = {str(i): distribute_tensor(adapter.tensor(whole), mesh, [p]) for i, p in enumerate(PLACEMENTS)}
@@ -159,7 +159,7 @@ def placements(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensions(mesh: Any, directory: str) -> None:
-    """The strided order of cuts, packed shards below it, tensors of slices; and the files of each rank."""
+    """Check strided shards, packed shards, tensors on slices of a mesh, and the files that each rank writes."""
     adapter, whole = get_adapter(), array(9, 6)
     kinds = [
         [Replicate(), Replicate()],
@@ -185,8 +185,11 @@ def two_dimensions(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh()
 def shared_work(mesh: Any, directory: str) -> None:
-    """Ranks that hold the same write about as much each. No data is written twice, and no rank writes data that it
-    lacks."""
+    """Check the division of writes.
+
+    Ranks that hold the same data write about the same number of bytes. No data is written twice, and no rank writes
+    data that it lacks.
+    """
     adapter, size = get_adapter(), mesh.size()
     small = {f"small{i}": adapter.tensor(array(64)) for i in range(8)}
     large = {
@@ -205,7 +208,7 @@ def shared_work(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh()
 def misfits(mesh: Any, directory: str) -> None:
-    """Missing, unexpected and misshaped entries are listed all at once; nothing has been changed then."""
+    """Check that missing, unexpected and misshaped entries are all listed together, and that nothing is changed."""
     adapter, platform = get_adapter(), get_platform()
 
     def model(features: int = 6, seed: int = 5) -> Any:
@@ -297,7 +300,8 @@ def misfits(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh()
 def optimizers(mesh: Any, directory: str) -> None:
-    """Optimizers are saved before the first step and after it, without the model, and loaded into another kind."""
+    """Check optimizers that are saved before and after the first step, without the model, and loaded into another
+    kind."""
     adapter, platform = get_adapter(), get_platform()
     if not platform.is_optimizer(
         getattr(adapter, "optimizer", lambda *_: (None, None))(adapter.Mlp(4, 6), "adamw", 0.1)[0]
@@ -378,13 +382,13 @@ class Counter:
 
 
 class OwnCounter(Counter):
-    """A counter of which each rank has its own."""
+    """A counter with a separate value on each rank."""
 
     per_rank = True
 
 
 class Spread(OwnCounter):
-    """An object that handles a load by another number of ranks."""
+    """An object that can be loaded on another number of ranks."""
 
     def load_state_of_ranks(self, states: list[dict[str, Any]], rank: int, world_size: int) -> None:
         self.value = (rank, world_size, [state["value"] for state in states])
@@ -452,7 +456,7 @@ def load_elsewhere(mesh: Any, directory: str, saved: int) -> None:
 
 @spmd.on_mesh()
 def random_states(mesh: Any, directory: str) -> Any:
-    """Each rank goes on with its own numbers."""
+    """Check that each rank resumes its own random numbers."""
     adapter = get_adapter()
 
     def draw() -> tuple[Any, ...]:
@@ -483,7 +487,8 @@ def load_random_states(mesh: Any, directory: str) -> Any:
 
 @spmd.on_mesh()
 def kept_ones(mesh: Any, directory: str) -> None:
-    """The last ones are kept, the newest is found, and asynchronous saves are as others."""
+    """Check that ``keep`` keeps the newest checkpoints, that `latest` finds the newest, and that asynchronous saves
+    count too."""
     adapter = get_adapter()
     assert latest(f"{directory}/none") is None
     x = distribute_tensor(adapter.tensor(array(6, 2)), mesh, [Shard(0)])
@@ -511,9 +516,9 @@ def kept_ones(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh(2)
 def lost_beside_the_training(mesh: Any, directory: str) -> None:
-    """A rank that is lost while an asynchronous save writes: an error on the other, and the checkpoint before is there.
+    """Check an asynchronous save that loses a rank: the other rank raises, and the previous checkpoint remains.
 
-    The thread of the second rank stays where it is. The first rank cannot see more of a rank that is lost.
+    The thread of the second rank stops and stays. The first rank cannot distinguish this from a lost rank.
     """
     adapter, ranks, run = get_adapter(), Collective(mesh), Path(directory, "run")
     x = distribute_tensor(adapter.tensor(array(6, 2)), mesh, [Shard(0)])

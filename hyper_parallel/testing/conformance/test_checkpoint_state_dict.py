@@ -1,4 +1,4 @@
-"""State dicts of models and optimizers, sharded and whole, from one mesh to another."""
+"""State dicts of models and optimizers, sharded and full, moved from one mesh to another."""
 
 from __future__ import annotations
 
@@ -45,7 +45,10 @@ def test_to_another_model(pool: Any, name: str) -> None:
 
 
 def moved(name: str) -> None:
-    """Whole ones of all ranks, of the first rank, and shards; also into an optimizer that has not stepped."""
+    """Check full state dicts of all ranks, full ones of the first rank, and sharded ones.
+
+    The new optimizer may have no steps yet.
+    """
     saved = job((2, 2), name, 5, 2)
     mesh, model, optimizer, _ = saved
     platform, adapter = mesh.platform, get_adapter()
@@ -101,8 +104,8 @@ def moved(name: str) -> None:
 
 @spmd.on_mesh(4)
 def under_torchs_names(mesh: Any, directory: str) -> None:
-    """Check the uses of a swapped import line: both state dicts at once, flat ones, several optimizers, frozen
-    parameters."""
+    """Check a program for torch whose import line alone was changed: joint state dicts, flat ones, several optimizers,
+    frozen parameters."""
     platform, adapter, setup = mesh.platform, get_adapter(), Setup((4,), "none")
 
     def made(seed: int, steps: int) -> Any:
@@ -171,7 +174,7 @@ def under_torchs_names(mesh: Any, directory: str) -> None:
 
 @spmd.on_mesh(2)
 def saved_under_torchs_names(mesh: Any, directory: str) -> None:
-    """`save`, `load` and `async_save` with torch's keywords; values are put into the state dict that is loaded."""
+    """Check `save`, `load` and `async_save` with torch's keywords. Loaded values are put into the given state dict."""
     adapter, path = get_adapter(), f"{directory}/1"
     whole = np.arange(6, dtype=np.float32).reshape(3, 2)
 

@@ -1,4 +1,7 @@
-"""The command that looks into checkpoints, without any framework; the reads of each rank; the sampler on a mesh."""
+"""The command line tool for checkpoints, the bytes that each rank reads, and the sampler on a mesh.
+
+The tool needs no framework.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 @spmd.on_mesh()
 def save_all(mesh: Any, path: str) -> dict[str, Any]:
-    """A checkpoint with something of everything; the weights of its model."""
+    """Save a checkpoint with every kind of content; return the weights of its model."""
     adapter = get_adapter()
     made = adapter.load(adapter.Tied(7, 4), np.random.default_rng(5))
     sampler = StatefulDistributedSampler(10, mesh=mesh)
@@ -49,7 +52,7 @@ def save_all(mesh: Any, path: str) -> dict[str, Any]:
 
 
 def run_without_frameworks(*arguments: str) -> str:
-    """The command in a process of its own, in which no framework can be imported."""
+    """Run the command in a process that cannot import any framework."""
     program = (
         "import sys\nsys.modules.update(torch=None, mindspore=None, safetensors=None)\n"
         "from hyper_parallel.checkpoint.__main__ import main\nsys.exit(main(sys.argv[1:]))"
@@ -137,7 +140,7 @@ def test_which_module(pool: Any, tmp_path: Path) -> None:
 
 @spmd.on_mesh()
 def only_what_it_needs(mesh: Any, directory: str) -> None:
-    """Each rank loads from a copy in which everything that it does not need is destroyed."""
+    """Check that each rank can load from a copy in which all bytes that it does not need are destroyed."""
     adapter, ranks = get_adapter(), Collective(mesh)
     whole = np.arange(60, dtype=np.float32).reshape(10, 6) + 1
     kinds = [Replicate(), Shard(0), Shard(1), PackedShard(0, (6, 4))]

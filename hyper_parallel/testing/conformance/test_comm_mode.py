@@ -72,7 +72,7 @@ def test_by_module_and_direction(pool: Any, world_size: int, tmp_path: Path) -> 
 
 
 class _Failing:
-    """Observer that keeps the order of events."""
+    """Observer that stores the order of events."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []

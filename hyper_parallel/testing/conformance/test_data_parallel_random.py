@@ -1,4 +1,4 @@
-"""Random numbers under data parallelism: the draws for a distributed batch, and those of each rank for its own part."""
+"""Random numbers under data parallelism: for one distributed batch, and for separate batches on each rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def build(mesh: Any) -> Any:
-    """An `Mlp` with dropout before and after it."""
+    """Return an `Mlp` between two dropout layers."""
     adapter = get_adapter()
     mlp = adapter.load(adapter.Mlp(FEATURES, HIDDEN), np.random.default_rng(5))
 
@@ -46,14 +46,16 @@ def build(mesh: Any) -> Any:
 
 
 def forget_meshes() -> None:
-    """Forget draws on the meshes whose ranks all take part; ranks outside would not know of this."""
+    """Discard the random state of meshes that contain all ranks. Ranks outside of a smaller mesh could not know of
+    it."""
     for mesh in MESHES.values():
         if set(mesh.ranks.flat) <= set(range(spmd.world_size)):
             random._SYNCHRONIZED.discard(mesh)
 
 
 def one_batch(mesh: Any, dp: Any, shard: Any, rows: int) -> None:
-    """Ranks whose generators differ draw for the whole batch as a single device with the first one's state."""
+    """Check that ranks with different generators draw for the full batch as a single device with the first rank's
+    generator."""
     adapter = get_adapter()
     x = np.random.default_rng(3).standard_normal((rows, FEATURES)).astype(np.float32)
     single, sharded = build(mesh), shard(build(mesh))
@@ -101,7 +103,7 @@ def test_one_batch(pool: Any, world_size: int, how: str, rows: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def on_two_dimensions(mesh: Any, rows: int) -> None:
-    """Activations that are the same on all tensor-parallel ranks lose the same elements there."""
+    """Check that dropout of activations that are equal on all tensor-parallel ranks drops the same elements there."""
     dp = mesh["dp"]
 
     def shard(model: Any) -> Any:
@@ -121,9 +123,11 @@ def test_one_batch_beside_tensor_parallelism(pool: Any, rows: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def between(mesh: Any, how: str, seeded: bool) -> None:
-    """Drop elements of plain activations between styled modules. Tensor-parallel ranks lose the same elements, and
-    data-parallel ranks others: with one seed for each data-parallel rank, and with another for every rank before the
-    plan."""
+    """Check dropout of plain activations between styled modules.
+
+    Tensor-parallel ranks drop the same elements, and data-parallel ranks drop others. Seeds are equal for each
+    data-parallel rank, or different on every rank before the plan.
+    """
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     drawn: list[Any] = []
 
@@ -161,8 +165,10 @@ def test_between_styled_modules(pool: Any, how: str, seeded: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def own_parts(mesh: Any, how: str) -> None:
-    """Each data-parallel rank has a seed of its own. For its part of the batch all its tensor-parallel ranks draw the
-    numbers of a single device with that seed."""
+    """Check data-parallel ranks with separate seeds.
+
+    For its batch, all tensor-parallel ranks draw the numbers of a single device with that seed.
+    """
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     rank = dp.get_local_rank()
     x = np.random.default_rng(3).standard_normal((2, 3, FEATURES)).astype(np.float32)
@@ -195,8 +201,7 @@ def test_own_parts(pool: Any, how: str) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def sequences(mesh: Any) -> None:
-    """Check that a rank drops in its part of the sequence the same elements as a single device. Parts have masks of
-    their own."""
+    """Check that each rank drops in its shard of the sequence the same elements as a single device."""
     adapter, tp, rank = get_adapter(), mesh["tp"], mesh["dp"].get_local_rank()
     probe = adapter.Probe()
     mesh.platform.replace_forward(probe, lambda forward: lambda self, x: adapter.dropout(x, 0.5))
@@ -219,7 +224,7 @@ def test_sequences(pool: Any) -> None:
 
 # ---------------------------------------------------------------------- modules of a plan in a distributed batch
 def dropping_probe(mesh: Any, drop: Any) -> Any:
-    """A module of dropout whose input is multiplied by its one parameter before."""
+    """Return a dropout module that first multiplies its input by its only parameter."""
     adapter = get_adapter()
     linear = adapter.load(adapter.linear_module(5, 5), np.random.default_rng(1))
     mesh.platform.replace_forward(linear, lambda forward: lambda self, x: drop(forward(self, x)))
@@ -228,7 +233,7 @@ def dropping_probe(mesh: Any, drop: Any) -> Any:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def styled(mesh: Any, how: str, style: Any, by_counter: bool) -> None:
-    """Dropout inside a module of the plan drops the elements of the whole batch that a single device drops."""
+    """Check that dropout in a styled module drops the elements that a single device drops of the full batch."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     placements = [Shard(0), Shard(1) if isinstance(style, SequenceParallel) else Replicate()]
 
@@ -275,7 +280,7 @@ def test_styled_modules(pool: Any, how: str, style: Any, by_counter: bool) -> No
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def not_of_the_batch(mesh: Any) -> None:
-    """A tensor that may or may not be of the batch is refused on all ranks."""
+    """Check that all ranks refuse dropout of a tensor that may not belong to the batch."""
     adapter, tp = get_adapter(), mesh["tp"]
 
     def drop(x: Any) -> Any:

@@ -1,4 +1,4 @@
-"""DeviceMesh: structure, slicing, identity, ranks outside."""
+"""DeviceMesh: structure, slicing, identity, ranks outside of it."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def whole_world() -> tuple[int, ...]:
 
 
 def made_after_slices() -> None:
-    """A mesh that some ranks have as a dimension of another one is made by all ranks nevertheless."""
+    """Check that all ranks create a mesh even if some ranks have it as a dimension of another mesh already."""
     whole = spmd.device_mesh(2, 2, names=("rows", "cols"))
     assert whole["cols"].size() == 2
     row = DeviceMesh(None, [0, 1], mesh_dim_names=("cols",))
@@ -103,8 +103,11 @@ def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> Non
 
 
 def roots() -> None:
-    """A slice knows the mesh that it is of. Slices of different meshes are different objects, though their ranks are
-    equal. Where they are equal on all ranks, they are the same dimension."""
+    """Check the root of slices.
+
+    Slices of different meshes are different objects even with equal ranks. If their ranks are equal on all ranks, they
+    are the same dimension.
+    """
     mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]
     assert mesh.get_root_mesh() is mesh and tp.get_root_mesh() is mesh
@@ -135,7 +138,7 @@ def roots() -> None:
 
 
 def flattened(shape: tuple[int, ...]) -> None:
-    """Several dimensions as one, with a group of its own."""
+    """Check that several dimensions can be flattened to one with its own process group."""
     mesh = init_device_mesh(mesh_shape=shape, mesh_dim_names=("replicate", "shard", "tp"))
     both = mesh["replicate", "shard"]
     dp = both._flatten("dp")
@@ -179,7 +182,8 @@ def test_flattened_dimensions(pool: Any, shape: tuple[int, ...]) -> None:
 
 
 def loaded() -> None:
-    """Load on the mesh with the same ranks and names that was saved. Others are not made up."""
+    """Check that a pickled mesh is loaded as the existing mesh with the same ranks and names. No other mesh is
+    created."""
     platform = get_platform()
     size = platform.world_size()
     mesh = init_device_mesh(mesh_shape=(size // 2, 2), mesh_dim_names=("dp", "tp"))

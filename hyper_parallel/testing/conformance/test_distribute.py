@@ -40,12 +40,12 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
-    """The part of a whole array on this rank; the array is not partial."""
+    """Return this rank's shard of a full array, without partial placements."""
     return array[get_layout(mesh, placements, array.shape).local_index()]
 
 
 def parameters(module: Any) -> dict[str, Any]:
-    """All parameters of a module by path."""
+    """Return all parameters of a module by path."""
     platform = get_platform()
     return {
         f"{path}.{name}" if path else name: parameter
@@ -64,7 +64,7 @@ def weight_of(module: Any) -> Any:
 
 
 def whole_tensors(mesh_shape: tuple[int, ...], rows: int) -> None:
-    """Every rank has its own data: that of ``src_data_rank`` counts, and its own when that is None."""
+    """Check ranks with different data: the data of ``src_data_rank`` is used, or each rank's own data for None."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
@@ -113,7 +113,7 @@ def partial_tensors(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3)
 def test_distribute_as_partial(pool: Any, world_size: int) -> None:
-    """Whatever reduces it, the reduction is the tensor that was given."""
+    """Check that a distributed partial tensor reduces to the given tensor, for each reduction."""
     pool.run(world_size, partial_tensors)
 
 
@@ -204,7 +204,7 @@ def test_frozen_parameters(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def whole_module(mesh: Any, rows: int, source: int | None) -> None:
-    """Data parallelism written with `distribute_module`: inputs sharded, parameters replicated or sharded."""
+    """Check data parallelism by `distribute_module`: inputs sharded, parameters replicated or sharded."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     x = floats(rows, 6)
     for arity, column in itertools.product((2, 3, 4), (False, True)):
@@ -286,7 +286,10 @@ def test_distribute_module(pool: Any, world_size: int, rows: int) -> None:
 
 
 class Grid(ParallelStyle):
-    """A linear layer cut by a mesh of two dimensions; takes and gives plain tensors, the same on all ranks."""
+    """A linear layer sharded over a mesh of two dimensions.
+
+    Its inputs and outputs are plain tensors, equal on all ranks.
+    """
 
     def __init__(self, *placements: Any) -> None:
         self.placements = placements
@@ -307,7 +310,7 @@ class Grid(ParallelStyle):
 
 
 class Inner(ParallelStyle):
-    """A style of the library along one dimension of the mesh that it is given."""
+    """Apply a style of the library along one dimension of the given mesh."""
 
     def __init__(self, style: Any) -> None:
         self.style = style
@@ -318,7 +321,8 @@ class Inner(ParallelStyle):
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def on_two_dimensions(mesh: Any) -> None:
-    """A user's own style gets the mesh as it is. Parameters that the plan leaves plain are those of the first rank."""
+    """Check that a user-defined style gets the mesh unchanged, and that plain parameters get the first rank's
+    values."""
     adapter, x = get_adapter(), floats(3, 6)
     plans: list[dict[str, Any]] = [
         {"up": Grid(first, second)} for first, second in itertools.product((S0, Shard(1), R), repeat=2)
@@ -431,7 +435,7 @@ def test_patterns_and_the_mesh_that_was_entered(pool: Any, world_size: int) -> N
 
 
 def probe(mesh: Any, style: Any) -> Any:
-    """A module that records the arguments of its calls."""
+    """Return a module that records the arguments of its calls."""
     module = get_adapter().Probe()
     assert style.apply(module, mesh) is module
     return module
@@ -552,7 +556,10 @@ def test_prepare_module_output(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def further_arguments(mesh: Any, kind: str) -> None:
-    """A module with one positional and one keyword argument more, its first input given either way."""
+    """Check a module with another positional and another keyword argument.
+
+    Its first input is passed by position or keyword.
+    """
     adapter = get_adapter()
     style, takes, gives = {
         "column": (ColwiseParallel(), R, S1),
@@ -586,7 +593,7 @@ def test_styles_pass_further_arguments_through(pool: Any, world_size: int, kind:
 
 @spmd.on_mesh()
 def distributed_inputs(mesh: Any) -> None:
-    """An input that is distributed already, in whatever placement, is brought to the one that the style needs."""
+    """Check that a distributed input is redistributed from any placement to the placement that the style needs."""
     adapter = get_adapter()
     whole = floats(5, 7)
     for style in (ColwiseParallel(), RowwiseParallel()):

@@ -1,5 +1,4 @@
-"""DTensors: how they are made of local tensors and taken apart, their shared memory, and gradients through all of
-it."""
+"""DTensors: creation from local tensors, conversion back, shared memory, and gradients through both."""
 
 from __future__ import annotations
 
@@ -32,15 +31,17 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def part(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
-    """The part of a whole array on this rank; the array is not partial."""
+    """Return this rank's shard of a full array, without partial placements."""
     return np.ascontiguousarray(array[get_layout(mesh, placements, array.shape).local_index()])
 
 
 def split_counts(
     function: Callable[..., Any], arrays: list[np.ndarray]
 ) -> tuple[Any, list[np.ndarray | None], dict[str, int], dict[str, int]]:
-    """`adapter.value_and_grads` of ``function``, which gives (loss, value), and the collectives in forward and
-    backward."""
+    """Return `adapter.value_and_grads` of ``function`` and the collectives in forward and backward.
+
+    ``function`` returns (loss, value).
+    """
     forward: dict[str, int] = {}
 
     def loss(*xs: Any) -> Any:
@@ -55,7 +56,7 @@ def split_counts(
 
 
 def if_many(mesh: Any, counts: dict[str, int]) -> dict[str, int]:
-    """No collectives on one rank."""
+    """Return ``counts``, or no collectives on one rank."""
     return counts if mesh.size() > 1 else {}
 
 
@@ -94,7 +95,7 @@ def test_from_local_and_back(pool: Any, world_size: int, rows: int) -> None:
 
 
 def outcome(call: Callable[[], Any]) -> str:
-    """Message of the ValueError that ``call`` must raise."""
+    """Return the message of the ValueError that ``call`` must raise."""
     with CommDebugMode():
         try:
             call()
@@ -145,7 +146,7 @@ def test_run_check_on_two_dimensions(pool: Any) -> None:
 
 @spmd.on_mesh()
 def outside_gradient(mesh: Any, rows: int) -> None:
-    """Check the user's word about the cotangent outside, with consumers that are plain functions of this rank alone."""
+    """Check `to_local` with ``grad_placements``, for consumers that are plain functions of this rank alone."""
     adapter, size = get_adapter(), mesh.size()
     rng = np.random.default_rng(2)
     whole = floats(rows, 3)
@@ -231,7 +232,7 @@ def test_redistribute_errors(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def consumers(mesh: Any, how: str, rows: int) -> Any:
-    """Three column-parallel linear layers of one activation."""
+    """Check three column-parallel linear layers of one activation."""
     adapter = get_adapter()
     whole, weights = floats(rows, 6), [floats(7, 6), floats(5, 6) * 2, floats(8, 6) + 1]
     cotangents = [
@@ -288,7 +289,7 @@ def test_consumers_share_one_collective(pool: Any, world_size: int, rows: int) -
 
 @spmd.on_mesh()
 def mixed_consumers(mesh: Any) -> Any:
-    """One consumer whose cotangent is partial and one whose cotangent is whole, of one gathered activation."""
+    """Check a consumer with a partial cotangent and one with the full cotangent, of one gathered activation."""
     adapter = get_adapter()
     whole, weight = floats(5, 6), floats(7, 6)
 
@@ -428,7 +429,7 @@ def test_parameters_that_change_between_steps(pool: Any, world_size: int) -> Non
 
 @spmd.on_mesh()
 def changed_in_between(mesh: Any) -> None:
-    """A replicated tensor that many consumers read through one view is written between them."""
+    """Check a replicated tensor that is written between reads by consumers that share one cached view."""
     adapter, platform = get_adapter(), get_platform()
     whole, weight, add = floats(5, 6), floats(6), floats(6) * 0.5
 
@@ -456,7 +457,7 @@ def changed_in_between(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def without_gradients_first(mesh: Any) -> Any:
-    """A view made while gradients are off must not serve a consumer that needs one."""
+    """Check that a view made without gradients is not reused for a consumer that needs a gradient."""
     adapter, platform = get_adapter(), get_platform()
     whole, weight = floats(5, 6), floats(7, 6)
 
@@ -549,7 +550,7 @@ def test_deepcopy(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def in_place(mesh: Any, rows: int) -> int:
-    """Every operation that writes, on every placement of the written and of the read tensor."""
+    """Check every in-place operation, for every placement of the written and of the read tensor."""
     adapter = get_adapter()
     whole, other = floats(rows, 3), floats(rows, 3)[::-1] * 0.5 + 1
     tried = 0

@@ -1,4 +1,4 @@
-"""Ranks without elements: all ranks go one way, issue the same collectives, and gradients are the single device's."""
+"""Ranks with empty shards: all ranks issue the same collectives, and gradients equal the single device's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]
 
 
 def compare(mesh: Any, build: Callable[[Any], Any], plan: Any, array: np.ndarray, before: Any = None) -> None:
-    """One forward and backward of a model on a sequence cut into uneven shards, and of the unsharded one."""
+    """Compare a forward and backward of a model on an unevenly sharded sequence with those on the full sequence."""
     adapter = get_adapter()
     manual_seed(0, mesh)  # earlier jobs may have drawn on some of the ranks, which `check_ranks` would notice
     single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
@@ -60,13 +60,13 @@ def norm(mesh: Any, length: int, name: str, use_local_output: bool) -> None:
 @pytest.mark.parametrize("name", ["norm", "own"])
 @pytest.mark.parametrize(("world", "length"), in_gate(PLACES, [(3, 4), (4, 1)], unpack=True))
 def test_norms(pool: Any, world: int, length: int, name: str, use_local_output: bool) -> None:
-    """Norms under `SequenceParallel`, the framework's and one written by hand."""
+    """Check norms under `SequenceParallel`: the framework's, and a user-defined one."""
     pool.run(world, norm, length, name, use_local_output)
 
 
 @spmd.on_mesh()
 def registered_norm(mesh: Any, length: int) -> None:
-    """Check a class that the style was told about: its own forward runs on the local tensor, where all have one."""
+    """Check a registered norm class. Its own forward runs on the local tensors if no rank's shard is empty."""
     platform = mesh.platform
     cls = type(get_adapter().RmsNorm(6))
     platform.register_norm_module(cls)
@@ -88,14 +88,16 @@ def block(mesh: Any, length: int, local_between: bool) -> None:
 
 @pytest.mark.parametrize(("world", "length", "local_between"), [(3, 4, True), (4, 9, False)])
 def test_blocks(pool: Any, world: int, length: int, local_between: bool) -> None:
-    """A block with sequence parallelism. (Of plain tensors MindSpore's own gradients of attention are wrong after a
-    sequence of length 1.)"""
+    """Check a block with sequence parallelism.
+
+    On plain tensors, MindSpore's own gradients of attention are wrong after a sequence of length 1.
+    """
     pool.run(world, block, length, local_between)
 
 
 @spmd.on_mesh()
 def masked(mesh: Any, length: int) -> None:
-    """Compare results that require no gradient on any rank, also where the gradient of nothing is asked."""
+    """Compare results that require no gradient on any rank, and gradients that are empty."""
 
     def before(adapter: Any, x: Any) -> Any:
         positive = x > 0.0
@@ -134,7 +136,7 @@ def _part(mesh: Any, shape: tuple[int, ...]) -> Any:
 
 
 def test_second_order_of_a_look_up(pool: Any) -> None:
-    """A rank without ids has its part in the collectives of the second backward too."""
+    """Check that a rank without ids takes part in the collectives of the second backward."""
     for got, wanted in pool.run(4, _second_order_of_a_look_up):
         same(got[0], wanted[0], "gradient of the gradient")
 
@@ -165,6 +167,9 @@ def _flat_function(mesh: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", FLAT)
 def test_functions_without_gradient(pool: Any, name: str) -> None:
-    """A rank without elements leads back as little as the others: backward has the same collectives on all."""
+    """Check functions whose results have no gradient: on ranks with empty shards they have none either.
+
+    Backward then has the same collectives on all ranks.
+    """
     for got, wanted in pool.run(4, _flat_function, name):
         same(got, wanted, "gradient")

@@ -1,4 +1,4 @@
-"""Wrong use is an error that names the mistake, raised on every rank before any communication; nothing hangs."""
+"""Wrong calls raise an error that names the mistake, on every rank and before any communication. Nothing hangs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 
 def fails(kind: type[Exception], *words: str) -> Any:
-    """Context manager: the block raises ``kind`` with all ``words`` in its message, and communicates nothing."""
+    """Context manager whose block must raise ``kind`` with all ``words`` in its message, and communicate nothing."""
     return _Fails(kind, words)
 
 
@@ -182,7 +182,7 @@ def wrong_layouts(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def wrong_calls(mesh: Any) -> None:
-    """Messages name the module by its path in the plan."""
+    """Check that messages name the module by its path in the plan."""
     adapter, x = get_adapter(), floats(4, 6)
 
     def model(**styles: Any) -> Any:
@@ -207,7 +207,7 @@ class Stop(Exception):
 
 
 def _stopping(cls: Any) -> Any:
-    """A class of modules like ``cls``, whose forward raises `Stop` where the attribute ``stops`` is set."""
+    """Return a subclass of ``cls`` whose forward raises `Stop` if its attribute ``stops`` is set."""
     entry = "construct" if "construct" in vars(cls) else "forward"
     original = vars(cls)[entry]
 
@@ -221,7 +221,7 @@ def _stopping(cls: Any) -> Any:
 
 @spmd.on_mesh()
 def own_exception(mesh: Any) -> None:
-    """A user's exception passes unchanged, and the module works afterwards."""
+    """Check that a user's exception is unchanged, and that the module works afterwards."""
     adapter, x = get_adapter(), floats(2, 4 * mesh.size(), 6)
     stopping = _stopping(type(adapter.RmsNorm(6)))
     mesh.platform.register_norm_module(stopping)

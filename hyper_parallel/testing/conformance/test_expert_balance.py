@@ -1,4 +1,4 @@
-"""Balance of experts over all tokens of a batch, and looking at the tokens of each expert and rank."""
+"""Balance of experts over all tokens of a batch, and `ExpertCounts`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SHARES = (3, 1, 4, 2)
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def balanced(mesh: Any) -> None:
-    """Gradients of the logits of a router: over all ranks, and where ranks of tp have one loss."""
+    """Check gradients of a router's logits: over all ranks, and with one loss for the ranks of tp."""
     adapter, rng, rank = get_adapter(), np.random.default_rng(3), mesh.get_rank()
     logits = rng.standard_normal((sum(SHARES), EXPERTS))
     indices = np.argsort(-logits, -1)[:, :K].astype(np.int64)
@@ -112,7 +112,7 @@ def test_counts_that_are_looked_at(pool: Any) -> None:
 
 
 def test_foreseen() -> None:
-    """A dry run takes the routes to be even."""
+    """Check that a dry run assumes even routes."""
     needs_gradients()
     adapter = get_adapter()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of stacked experts: what lies in one way over ranks is loaded in each other one, bit for bit."""
+"""Checkpoints of stacked experts: each placement of experts is loaded into each other one, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 
 
 def laid_out(name: str, seed: int) -> Any:
-    """The mesh, None on other ranks, and a module with an optimizer that took a step."""
+    """Return the mesh, or None on ranks outside it, and a module with an optimizer that took a step."""
     shape, names = LAYOUTS[name]
     mesh = spmd.device_mesh(*shape, names=names)
     if mesh is None:

@@ -85,7 +85,8 @@ CASES = {
 
 
 def near(got: Any, wanted: Any, what: str, tolerance: float, part: Any = ...) -> None:
-    """Raise AssertionError unless the difference to ``part`` of the wanted tensor is small against all of it.
+    """Raise AssertionError unless the difference to ``part`` of the wanted tensor is small relative to the full wanted
+    tensor.
 
     Args:
         got: tensor; of a DTensor this rank's part is compared.
@@ -142,7 +143,10 @@ SEQUENCE_PLAN = {
 
 
 def distribute_2d(model: Any, mesh: Any, case: Case) -> Any:
-    """Tensor parallelism, experts over one dimension or both, and data parallelism; returns the mesh of that."""
+    """Apply tensor parallelism, experts over one or both dimensions, and data parallelism.
+
+    Return the data-parallel mesh.
+    """
     parallelize_module(model, mesh["tp"], SEQUENCE_PLAN if case.tp == "sequence" else PLAN)
     ep = mesh["dp"] if case.tp == "inside" else mesh["dp", "tp"]._flatten("ep")
     parallelize_module(model, ep, {"layers.*.experts": ExpertParallel(**BESIDE_TP[case.tp])})
@@ -156,7 +160,7 @@ def distribute_2d(model: Any, mesh: Any, case: Case) -> Any:
 
 
 def distribute(model: Any, mesh: Any, case: Case) -> Any:
-    """Experts over ep, and data parallelism over both dimensions; returns the mesh of that."""
+    """Apply experts over ep, and data parallelism over both dimensions. Return the data-parallel mesh."""
     if case.tp:
         return distribute_2d(model, mesh, case)
     parallelize_module(model, mesh["ep"], {"layers.*.experts": ExpertParallel()})
@@ -190,7 +194,7 @@ class Run:
         self.model, self.mine, self.dp, self.share, self.grads = model, mine, dp, share, None
 
     def backward(self, ids: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
-        """Add to the gradients; returns loss and output."""
+        """Add gradients to the accumulated ones; return loss and output."""
         adapter, accumulates = get_adapter(), get_platform().accumulates_gradients
         found: list[Any] = []
 

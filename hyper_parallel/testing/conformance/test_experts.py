@@ -1,4 +1,4 @@
-"""Experts for tokens of each rank's own: values, gradients and collectives against the single device."""
+"""Experts with different tokens on each rank: values, gradients and collectives against the single device."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ TOLERANCE = {np.float64: 1e-12, np.float32: 1e-5}
 
 
 def best(k: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The k experts with the largest logits."""
+    """Choose the k experts with the largest logits."""
     return lambda logits: np.ascontiguousarray(np.argsort(-logits, -1, kind="stable")[:, :k]).astype(np.int64)
 
 
 def only(*experts: int) -> Callable[[np.ndarray], np.ndarray]:
-    """The same experts for each token."""
+    """Choose the same experts for each token."""
     return lambda logits: np.tile(np.array(experts, np.int64), (len(logits), 1))
 
 
@@ -76,7 +76,7 @@ def build(count: int, by_index: bool, choose: Any, dtype: Any) -> Any:
 
 
 def parts_of(shares: Sequence[int], mesh: Any) -> tuple[np.ndarray, slice]:
-    """The ids of all ranks, and where this rank's are."""
+    """Return the ids of all ranks, and the slice of this rank's ids."""
     shares = shares[: mesh.size()]
     end = np.cumsum(shares)[mesh.get_local_rank()]
     ids = np.random.default_rng(7).integers(0, VOCABULARY, sum(shares)).astype(np.int64)
@@ -84,13 +84,13 @@ def parts_of(shares: Sequence[int], mesh: Any) -> tuple[np.ndarray, slice]:
 
 
 def around(model: Any, mesh: Any, how: str) -> Any:
-    """The model under data parallelism on the ranks that have the experts."""
+    """Apply data parallelism to the model on the ranks that have the experts."""
     return replicate(model, mesh) if how == "replicate" else fully_shard(model, mesh=mesh)
 
 
 @spmd.on_mesh()
 def mixture(mesh: Any, case: str, by_index: bool, how: str, dtype: Any = np.float64) -> Any:
-    """One step of a model; None where the framework has no embeddings of so few tokens."""
+    """Run one step of a model. Return None if the framework has no embedding of so few tokens."""
     count, shares, choose = CASES[case]
     if min(shares[: mesh.size()]) < get_adapter().TRAINING_LIMITS.get("least", 0):
         return None
@@ -198,7 +198,8 @@ def test_experts_alone(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
 def one_tensor(mesh: Any, by_index: bool) -> None:
-    """A single program, whose tensors lie over both dimensions or over that of the experts."""
+    """Check one program for all ranks, whose tensors are sharded over both mesh dimensions or over that of the
+    experts."""
     adapter, count, ep = get_adapter(), 3, mesh["ep"]
     rng, numbers = np.random.default_rng(9), np.array([4, 0, 3])
     x, weights = (rng.standard_normal((7, FEATURES)) for _ in range(2))
@@ -240,7 +241,7 @@ def one_tensor(mesh: Any, by_index: bool) -> None:
             same(adapter.numpy(got[name]), adapter.numpy(g), f"{what}: gradient of {name}", 1e-12)
     dp = mesh["rest", "ep"]._flatten("dp")
     args = (distribute_tensor(t, dp, [Shard(0)]) for t in given(adapter.tensor(x), lambda t: t))
-    refused(lambda: adapter.call(sharded, *args), ValueError, "are not summed over all ranks of")
+    refused(lambda: adapter.call(sharded, *args), ValueError, "gradients would not be summed over all ranks")
 
 
 @pytest.mark.parametrize("by_index", [False, True])
@@ -250,7 +251,7 @@ def test_one_tensor(pool: Any, by_index: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
 def beside_rest(mesh: Any, how: str) -> None:
-    """Data parallelism over rest x ep: the experts over rest, all others over both dimensions."""
+    """Check data parallelism on a mesh (rest, ep): experts over rest, all other parameters over both dimensions."""
     adapter, count = get_adapter(), 3
     dp = mesh["rest", "ep"]._flatten("dp")
     ids, mine = parts_of((3, 2, 4, 1), dp)
@@ -284,7 +285,7 @@ def test_experts_on_a_part_of_the_data_parallel_ranks(pool: Any, how: str) -> No
 
 
 def refused(call: Any, kind: type[Exception], match: str) -> None:
-    """Raise AssertionError unless ``call`` is refused on this rank with no token sent."""
+    """Raise AssertionError unless ``call`` is refused on this rank before any token is sent."""
     with CommDebugMode() as comm, pytest.raises(kind, match=match):
         call()
     assert "all_to_all" not in comm.get_comm_counts()
@@ -342,7 +343,7 @@ def wrong_calls(mesh: Any) -> None:
 
 
 def _first_expert(module: Any, x: Any, *_: Any) -> Any:
-    """Every token to the first expert: this needs no values of counts and indices."""
+    """Send every token to the first expert, which needs no values of counts and indices."""
     return get_adapter().matmul(x, module.down[0])
 
 
@@ -351,7 +352,7 @@ def _few_rows(module: Any, x: Any, *_: Any) -> Any:
 
 
 def module_with(forward: Any) -> Any:
-    """Experts of as many features within as without, with this forward."""
+    """Return a module of experts with equal inner and outer features, and with this forward."""
     kind = get_adapter().SortedExperts
     return type("Changed", (kind,), {"forward": forward, "construct": forward})(3, FEATURES, FEATURES)
 
@@ -374,7 +375,7 @@ def wrong_uses(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def rows_of_dtypes(mesh: Any) -> None:
-    """Rows of any dtype travel, natively or not."""
+    """Check that rows of any dtype can be sent, even if the backend has no native collective for it."""
     adapter, me, size = get_adapter(), mesh.get_local_rank(), mesh.size()
     counts = np.arange(size * size).reshape(size, size) % 3
     for dtype in (np.float32, np.int16, np.bool_, np.float16):
@@ -399,7 +400,7 @@ def outside() -> None:
 
 
 def test_foreseen() -> None:
-    """A dry run takes the experts to get as many tokens each."""
+    """Check that a dry run assumes equal numbers of tokens for all experts."""
     needs_gradients()
     adapter = get_adapter()
     x, places = adapter.tensor(np.ones((8, FEATURES), np.float32)), adapter.tensor(np.zeros((8, 2), np.int64))

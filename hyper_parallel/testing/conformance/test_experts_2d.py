@@ -1,4 +1,4 @@
-"""Experts and tensor parallelism: sequence shards, tokens that ranks have in common, experts that are cut inside."""
+"""Experts with tensor parallelism: sharded sequences, tokens that ranks share, and experts that are sharded inside."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ INSIDE = {"gate_up": PackedShard(2, 2), "down": Shard(1)}
 
 
 class Way(NamedTuple):
-    """How experts and tokens lie over the mesh ("dp", "tp").
+    """Placements of experts and tokens on the mesh ("dp", "tp").
 
     Attributes:
         over: dimensions of the mesh that the experts lie over; several are flattened.
@@ -70,7 +70,7 @@ def experts_of(by_index: bool) -> Any:
 
 
 def called(module: Any, x: Any, numbers: np.ndarray, by_index: bool, put: Callable[[Any], Any]) -> Any:
-    """The result of the module, with weights that depend on the tokens ``x``, of which these are the numbers."""
+    """Return the result of the module for tokens ``x``. ``numbers`` are the tokens of each expert."""
     adapter = get_adapter()
     if not by_index:
         return adapter.call(module, x, put(adapter.tensor(numbers)))
@@ -80,7 +80,7 @@ def called(module: Any, x: Any, numbers: np.ndarray, by_index: bool, put: Callab
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def beside_tp(mesh: Any, name: str, by_index: bool) -> Any:
-    """Plain batches of data-parallel ranks, and one batch of DTensors."""
+    """Check separate plain batches of data-parallel ranks, and one batch of DTensors."""
     adapter, way = get_adapter(), WAYS[name]
     mesh["dp", "tp"]._flatten("ep")
     rng = np.random.default_rng(9)
@@ -178,7 +178,7 @@ def test_experts_and_tensor_parallelism(pool: Any, way: str, by_index: bool) -> 
 
 @spmd.on_mesh(2, 1, 2, names=("rest", "ep", "tp"))
 def cut_three_times(mesh: Any) -> None:
-    """Experts over ep, cut inside over tp, and their units over rest."""
+    """Check experts that are sharded over ep, inside over tp, and by `fully_shard` over rest."""
     adapter = get_adapter()
     single, sharded = experts_of(True), experts_of(True)
     parallelize_module(sharded, mesh["ep"], ExpertParallel(**WAYS["experts cut inside"].style))

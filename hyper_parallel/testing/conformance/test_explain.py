@@ -1,4 +1,4 @@
-"""Forecasts of `explain` equal `CommTrace`: every collective, in order, with module, direction and bytes."""
+"""Predictions of `explain` equal `CommTrace`: every collective, in order, with module, direction and bytes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def facts(collectives: list[Any]) -> list[tuple]:
 
 @on_mesh()
 def foreseen_and_seen(mesh: Any, case: str) -> tuple[list[tuple], list[tuple], list[tuple]]:
-    """The collectives that `explain` foresees for this rank, and those of two real steps."""
+    """Return the collectives that `explain` predicts for this rank, and those of two real steps."""
     adapter, platform = get_adapter(), get_platform()
     build, plan, array = CASES[case]
     model = adapter.load(build(adapter), np.random.default_rng(3))
@@ -199,6 +199,6 @@ def any_size(mesh: Any) -> None:
 
 
 def test_any_size(pool: Any) -> None:
-    """Explain a mesh that no machine has, in a process that has another one."""
+    """Check `explain` for a mesh larger than any machine, in a process that has another mesh."""
     needs_gradients()
     pool.run(1, any_size)

@@ -1,4 +1,4 @@
-"""The largest and smallest elements: NaN on one rank, and ties within ranks and between them."""
+"""Largest and smallest elements: NaN on one rank, and ties within ranks and between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIGN = {"max": 1, "min": -1}
 
 
 def whole() -> np.ndarray:
-    """An array with many ties, because it has few different values."""
+    """Return an array with many ties, because it has few different values."""
     x = np.random.default_rng(5).integers(0, 4, (10, 8)).astype(np.float32)
     x[:, 2] = 7  # all tie
     x[:, 3] = np.arange(10)  # none does
@@ -38,7 +38,7 @@ def extremes(adapter: Any, op: str) -> list[tuple[str, Any, Any]]:
 
 
 def shared(x: np.ndarray, axis: int | None, op: str) -> np.ndarray:
-    """Return for each element the part of the gradient that it gets where all tied elements share it."""
+    """Return each element's part of the gradient: all tied elements get equal parts."""
     chosen = x == getattr(np, op)(x, axis=axis, keepdims=True)
     return (chosen / chosen.sum(axis=axis, keepdims=True)).astype(np.float32)
 
@@ -73,7 +73,7 @@ def test_ties_share_the_gradient(pool: Any, mesh: tuple[int, ...], op: str) -> N
 
 
 def run_nan(mesh_shape: tuple[int, ...], op: str, dtype: str) -> None:
-    """NaN at the end and in between, which not every kernel keeps."""
+    """Check NaN at the end and in the middle, which not every kernel propagates."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
@@ -116,7 +116,7 @@ def test_nan_is_kept_in_half_precision(pool: Any, op: str) -> None:
 
 @spmd.on_mesh()
 def partial_values(mesh: Any, op: str, dtype: str) -> None:
-    """NaN among values that ranks hold; every rank in turn has it, and two of them."""
+    """Check partial values with NaN on each rank in turn, and on two ranks."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank()
     worst = -np.inf * SIGN[op]
     for bad in [{i} for i in range(size)] + [{0, size - 1}]:
@@ -153,7 +153,7 @@ def test_nan_among_partial_values(pool: Any, world_size: int, op: str, dtype: st
 
 
 def run_places(mesh_shape: tuple[int, ...]) -> None:
-    """Values and indices together, and indices alone, as the framework gives them on one device."""
+    """Check values with indices, and indices alone, against the framework on one device."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return

@@ -1,7 +1,7 @@
-"""Errors for a lost rank: each collective names itself, its tensor, its ranks and the missing one.
+"""Errors for a lost rank: the error of each collective names the collective, its tensor, its ranks and the missing one.
 
-The platform's verbs are replaced by ones that fail: these tests are about core's errors. Losing and finding ranks is
-tested in the tests of each backend, with processes that really end or hang.
+The platform's verbs are replaced by failing ones, because these tests are about core's errors. Each backend's own tests
+lose real ranks, with processes that end or hang.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VERBS = (
 
 
 def calls(mesh: Any) -> dict[str, Callable[[], Any]]:
-    """Each collective of core, of a (2, 2) tensor."""
+    """Return a call of each collective of core, on a (2, 2) tensor."""
     x = get_adapter().tensor(np.ones((2, 2), np.float32))
     return {
         "all_reduce": lambda: collectives.all_reduce(x, mesh, 0),
@@ -124,7 +124,7 @@ def test_lost_ranks_are_named(pool: Any) -> None:
 
 @on_mesh(2, names=("slow",))
 def waiting(mesh: Any) -> tuple[list[str], int]:
-    """Return the messages about a short read and a long one, and the number of threads that still watch afterwards."""
+    """Return the messages about a short read and a long one, and the number of watching threads afterwards."""
     platform, said, seconds = mesh.platform, [], [0.0]
     reduce, listening = platform.all_reduce, logging.Handler()
     loss = DTensor.from_local(get_adapter().tensor(np.ones((), np.float32)), mesh, [Partial()])

@@ -1,4 +1,4 @@
-"""`fully_shard` of one unit: values, gradients, collectives, memory and steps of training as on a single device."""
+"""`fully_shard` of one unit: values, gradients, collectives, memory and training steps as on a single device."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def build(adapter: Any, kind: str, sizes: tuple[int, int]) -> Any:
 
 
 def held_bytes(module: Any) -> int:
-    """Bytes of the storages of whole parameters."""
+    """Return the bytes in the storages of unsharded parameters."""
     wholes = [b.whole for b in buffers_of(module) if b.whole is not None]
     return sum(x.untyped_storage().nbytes() for x in wholes)
 
 
 @spmd.on_mesh()
 def train(mesh: Any, kind: str, sizes: tuple[int, int]) -> Any:
-    """Three steps; returns the collectives of forward and backward in each."""
+    """Train for three steps; return the collectives of forward and backward in each."""
     adapter, size, rank = get_adapter(), mesh.shape[0], mesh.get_local_rank(0)
     single, sharded = (adapter.load(build(adapter, kind, sizes), np.random.default_rng(5)) for _ in range(2))
     assert fully_shard(sharded, mesh=mesh, reshard_after_forward=True) is sharded
@@ -78,7 +78,7 @@ def train(mesh: Any, kind: str, sizes: tuple[int, int]) -> Any:
 
 
 def held(module: Any, mesh: Any) -> list[tuple[str, str, Any]]:
-    """(path, name, parameter) of all of a model."""
+    """Yield (path, name, parameter) for all parameters of a model."""
     platform = mesh.platform
     return [(path, *p) for path, sub in platform.named_modules(module) for p in platform.named_parameters(sub)]
 
@@ -100,7 +100,7 @@ def test_training(pool: Any, world_size: int, kind: str, sizes: tuple[int, int])
 
 @spmd.on_mesh()
 def kept(mesh: Any) -> None:
-    """Run a unit twice in a step, with a parameter in two places, without gradients, and after an error."""
+    """Check a unit with a shared parameter that runs twice in a step, without gradients, and after an error."""
     adapter, size = get_adapter(), mesh.shape[0]
     ids = np.random.default_rng(8).integers(0, 7, (size, 3)).astype(np.int64)
     single, sharded = (adapter.load(adapter.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))
@@ -184,7 +184,7 @@ def test_mesh_of_three_dimensions(pool: Any) -> None:
 
 @spmd.on_mesh()
 def started(mesh: Any) -> None:
-    """Check that a started redistribution gives the result of a waiting one."""
+    """Check that an asynchronous redistribution gives the result of a synchronous one."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.shape[0], mesh.get_local_rank(0)
     every = np.random.default_rng(3).standard_normal((size, 2 * size)).astype(np.float32)
     for collective, count, wanted in (
@@ -205,7 +205,7 @@ def test_asynchronous_collectives(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def bytes_of_shards(mesh: Any) -> None:
-    """Write a shard as bytes and read it again, as a checkpoint does."""
+    """Check that a shard can be written as bytes and read again, as a checkpoint does."""
     adapter, platform = get_adapter(), mesh.platform
     unit = fully_shard(adapter.load(adapter.linear_module(4, 5), np.random.default_rng(5)), mesh=mesh)
     before = np.array(adapter.numpy(unit.weight))

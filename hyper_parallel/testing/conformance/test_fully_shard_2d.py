@@ -1,4 +1,4 @@
-"""`fully_shard` on top of tensor parallelism, on meshes of two dimensions and of three."""
+"""`fully_shard` with tensor parallelism, on meshes of two and of three dimensions."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ PLANS: dict[str, Any] = {
 
 
 def train(mesh: Any, dp: Any, tp: Any, build: Any, plan: Any, shard: Any, make: Any, steps: int = 2) -> Any:
-    """Steps of training, compared with those of the single device; returns collectives of each, by direction and by
-    mesh dimension."""
+    """Compare training steps with the single device.
+
+    Return the collectives of each step, by direction and mesh dimension.
+    """
     adapter = get_adapter()
     single, sharded, alone = (adapter.load(build(), np.random.default_rng(5)) for _ in range(3))
     parallelize_module(sharded, tp, plan)
@@ -116,7 +118,7 @@ def block(mesh: Any, plan: str, sizes: tuple[int, int]) -> Any:
 
 
 def check_counts(counts: Any, units: int, again: int) -> None:
-    """Data parallelism adds its own collectives to those of tensor parallelism, and changes none of these."""
+    """Check that data parallelism only adds collectives to those of tensor parallelism."""
     for seen, without in counts:
         more = {"forward": {"all_gather": units}, "backward": {"all_gather": again, "reduce_scatter": units}}
         for direction, own in more.items():
@@ -135,7 +137,7 @@ def test_block(pool: Any, plan: str, sizes: tuple[int, int]) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def sequence_parallel(mesh: Any, local_between: bool, coalesced: bool) -> Any:
-    """Plain inputs are this rank's part of the sequence."""
+    """Check plain inputs that are this rank's shard of the sequence."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     single, sharded = (adapter.load(adapter.Block(24, 36, 2), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, tp, block_plan(local_between))
@@ -174,7 +176,7 @@ def test_sequence_parallel(pool: Any, local_between: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def tied(mesh: Any, vocabulary: int) -> None:
-    """A vocabulary that both dimensions of the mesh cut, read by two modules."""
+    """Check a vocabulary that both mesh dimensions shard, and that two modules read."""
     adapter, dp = get_adapter(), mesh["dp"]
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
@@ -267,8 +269,10 @@ def test_wrong_use(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def old_state(mesh: Any) -> bool:
-    """The state of an optimizer that has stepped before `fully_shard`, of plain parameters and of tensor-parallel
-    ones. False where the backend has no optimizers, and so nothing that keeps a state."""
+    """Check that an optimizer state from before `fully_shard` is refused.
+
+    Parameters are plain or tensor-parallel. Return False if the backend has no optimizers.
+    """
     adapter = get_adapter()
     if type(mesh.platform).is_optimizer is Platform.is_optimizer:
         return False

@@ -1,4 +1,4 @@
-"""Further arguments of `fully_shard`: fewer ranks after forward, several modules, other collectives."""
+"""Rare arguments of `fully_shard`: fewer ranks after forward, several modules, custom collectives."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ EVEN, UNEVEN = (8, 12), (6, 7)
 
 
 def sent(comm: Any) -> list[tuple[str, int, int]]:
-    """Kind, number of ranks and elements given of each collective."""
+    """Return the kind, number of ranks and operand elements of each collective."""
     return [(e.kind, e.mesh.shape[e.mesh_dim], int(np.prod(e.shape))) for e in comm.events]
 
 
 @spmd.on_mesh()
 def fewer(mesh: Any, sizes: tuple[int, int], ranks: int) -> Any:
-    """Training in which each ``ranks`` ranks keep the parameters after forward; returns which units are gathered from
-    how many."""
+    """Train with parameters that stay sharded over ``ranks`` ranks after forward.
+
+    Return the sizes of the gathers of each unit.
+    """
 
     def shard(block: Any) -> None:
         shard_block(block, mesh, reshard_after_forward=ranks)
@@ -96,7 +98,7 @@ def test_fewer_ranks_of_a_slice(pool: Any) -> None:
 
 @spmd.on_mesh()
 def together(mesh: Any, reshard: bool | None) -> Any:
-    """Attention and feed forward as one unit: both run between one gather and one reduction."""
+    """Check attention and feed-forward as one unit: one gather before both, and one reduction after both."""
 
     def shard(block: Any) -> None:
         modules = [block.attention, block.feed_forward]
@@ -143,7 +145,7 @@ def test_several_modules(pool: Any, world_size: int, reshard: bool | None) -> No
 
 @spmd.on_mesh()
 def tied_in_two(mesh: Any) -> None:
-    """A parameter that both modules of a unit hold."""
+    """Check a parameter that both modules of a unit share."""
     adapter = get_adapter()
     ids = np.random.default_rng(8).integers(0, 7, (mesh.size(), 3)).astype(np.int64)
     single, sharded = (adapter.load(adapter.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))
@@ -166,7 +168,7 @@ def test_a_parameter_of_both(pool: Any, world_size: int) -> None:
 
 
 class Own:
-    """Collective that a program provides, with the interface of the contract. It counts its calls."""
+    """Custom collective of a program, with the interface of the contract. It counts its calls."""
 
     def __init__(self, mesh: Any, collective: str) -> None:
         self.mesh, self.collective = mesh, collective
@@ -199,7 +201,7 @@ class Event:
 
 @spmd.on_mesh()
 def brought(mesh: Any) -> None:
-    """Collectives that the program brings, a hook on the reduced gradients, and an event."""
+    """Check custom collectives, a hook on the reduced gradients, and an event."""
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     gather, reduce = Own(mesh, "all_gather"), Own(mesh, "reduce_scatter")
     block: Any = trained.sharded
@@ -242,7 +244,7 @@ def test_what_a_program_brings(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def hooked(mesh: Any) -> None:
-    """Check that the value that a hook writes is the gradient."""
+    """Check that the gradient is the value that a hook writes."""
     adapter = get_adapter()
     linear = fully_shard(adapter.load(adapter.linear_module(5, 5), np.random.default_rng(5)), mesh=mesh)
 

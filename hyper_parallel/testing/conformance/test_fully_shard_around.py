@@ -1,4 +1,4 @@
-"""Gradients that reach the parameters of a unit of `fully_shard` not through its outputs: right, or an error."""
+"""Gradients that bypass the outputs of a unit of `fully_shard`: they are right, or an error is raised."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 5
 
 
 class Model:
-    """An `Mlp`, of which each layer keeps an auxiliary loss, as an attribute would, that is computed with its weight.
+    """An `Mlp` whose layers each store an auxiliary loss of their weight as an attribute.
 
     Args:
         aside: tensor of the sum of a layer's auxiliary loss, of its weight and its input.
@@ -77,7 +77,7 @@ def zero_or(adapter: Any, x: Any, shape: tuple[int, ...]) -> Any:
 
 @spmd.on_mesh()
 def around(mesh: Any, name: str, reshard: bool | None) -> bool:
-    """Two steps; returns whether they were refused."""
+    """Run two steps; return whether they were refused."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     single = Model(mesh, adapter.matmul)
     sharded = Model(mesh, adapter.matmul).shard(mesh, reshard)
@@ -114,8 +114,11 @@ def test_auxiliary_losses(pool: Any, world_size: int, name: str, reshard: bool) 
 
 @spmd.on_mesh()
 def detached(mesh: Any) -> bool:
-    """A detached weight, with a tensor that is no argument of the module. Then the auxiliary loss of that alone, of
-    which no parameter has a gradient. Returns whether that was refused."""
+    """Check an auxiliary loss of a detached weight. Return whether it was refused.
+
+    The loss also has a tensor that is no argument of the module. In a second case it has only that tensor, and no
+    parameter has a gradient.
+    """
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     beside: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Batches that are DTensors under `fully_shard`: one loss for all ranks, of which gradients are sums."""
+"""DTensors as batches under `fully_shard`: all ranks have one loss, and gradients are summed over the ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def compare(
     targets: Any = None,
     cut: Sequence[Placement] | None = None,
 ) -> Any:
-    """Loss and gradients of one step on the distributed batch are those of the single device."""
+    """Compare loss and gradients of one step on a distributed batch with the single device."""
     adapter = get_adapter()
     single, sharded = (adapter.load(build(), np.random.default_rng(5)) for _ in range(2))
     shard(sharded)
@@ -98,7 +98,7 @@ def test_block(pool: Any, world_size: int, rows: int) -> None:
 
 @spmd.on_mesh()
 def ignored_labels(mesh: Any, rows: int) -> None:
-    """Mean over the labels that are not ignored. Ranks have different numbers of such labels."""
+    """Check the mean over labels that are not ignored. Ranks have different numbers of such labels."""
     adapter = get_adapter()
     rng = np.random.default_rng(2)
     ids = rng.integers(0, 7, rows).astype(np.int64)
@@ -138,7 +138,7 @@ def test_replicated_and_sharded(pool: Any, rows: int) -> None:
 
 @spmd.on_mesh()
 def both(mesh: Any) -> None:
-    """Parameters read by replicated computations, and by computations divided over the ranks."""
+    """Check parameters read by replicated computations and by computations that are divided over the ranks."""
     adapter = get_adapter()
 
     def build() -> Any:
@@ -174,7 +174,7 @@ def test_read_by_both(pool: Any, world_size: int) -> None:
 
 
 def mixed() -> None:
-    """A unit inside of another that gets plain tensors where that one got DTensors, and the other way round."""
+    """Check the refusal of an inner unit that gets plain tensors while the outer unit gets DTensors, and vice versa."""
     # Process groups are made on all ranks of the pool.
     mesh, another = spmd.device_mesh(), spmd.device_mesh(spmd.world_size, 1, names=("rows", "columns"))
     if mesh is None:
@@ -229,7 +229,7 @@ def test_mixed(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def tensor_parallel(mesh: Any, rows: int, replicated: bool) -> Any:
-    """Styled modules get this rank's part of the batch, and give it back as a part of a DTensor."""
+    """Check styled modules, which get this rank's shard of the batch. Their outputs become shards of a DTensor."""
     adapter = get_adapter()
 
     def shard(model: Any) -> None:
@@ -265,7 +265,7 @@ def test_tensor_parallel_block(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def taken_out(mesh: Any) -> Any:
-    """The only sample of a batch is taken out, which gathers it, and put back between two styled modules."""
+    """Check a batch of one sample, which is indexed (and so gathered) and unsqueezed between two styled modules."""
     adapter = get_adapter()
 
     def shard(mlp: Any) -> None:
@@ -283,14 +283,14 @@ def taken_out(mesh: Any) -> Any:
 
 
 def test_a_sample_that_is_taken_out(pool: Any) -> None:
-    """The row-parallel module gets it on one data-parallel rank, as all that is computed of a batch."""
+    """Check that one data-parallel rank gets the sample in the row-parallel module, as for any batch."""
     for seen in pool.run(4, taken_out):
         assert seen["forward"] == {"all_gather": 2, "all_reduce": 1}
 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def tensor_parallel_labels(mesh: Any, rows: int, replicated: bool) -> None:
-    """A column-parallel head, and the mean over labels that count."""
+    """Check a column-parallel head with the mean over labels that are not ignored."""
     adapter = get_adapter()
     rng = np.random.default_rng(2)
     ids = rng.integers(0, 7, rows).astype(np.int64)
@@ -318,8 +318,7 @@ def test_tensor_parallel_labels(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def not_parts(mesh: Any) -> None:
-    """Check the refusal of tensors that cannot be a part of a batch. Without data parallelism, which sums gradients,
-    all are."""
+    """Check the refusal of tensors that are no shard of the batch: without data parallelism, all are refused."""
     adapter = get_adapter()
     x = adapter.tensor(np.ones((4, 6), np.float32))
 
@@ -340,7 +339,7 @@ def not_parts(mesh: Any) -> None:
     on_both = adapter.call(fully_shard(styled(use_local_output=False), mesh=mesh["dp"]), placed([Shard(0)], mesh["dp"]))
     assert on_both.device_mesh is mesh and on_both.placements == (Shard(0), Shard(1))
     elsewhere = styled(output_layouts=Shard(0), use_local_output=True)
-    with pytest.raises(ValueError, match="is not a shard of the batch"):
+    with pytest.raises(ValueError, match="does not have this rank's samples"):
         adapter.call(fully_shard(elsewhere, mesh=mesh["dp"]), placed([Shard(0)], mesh["dp"]))
 
 
@@ -357,7 +356,7 @@ class Several(ModuleStyle):
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def several(mesh: Any, rows: int) -> None:
-    """Other inputs and results: a replicated input has a gradient from each rank's part of the batch."""
+    """Check a module with several inputs and results. A replicated input gets a gradient from each rank's shard."""
     adapter = get_adapter()
     platform, rng = mesh.platform, np.random.default_rng(4)
     x, scale = rng.standard_normal((rows, 6)).astype(np.float32), rng.standard_normal((1, 8)).astype(np.float32)
@@ -390,7 +389,7 @@ def several(mesh: Any, rows: int) -> None:
     same(got[0], wanted[0][mine], "gradient of the batch", 1e-4)
     same(got[1], wanted[1], "gradient of the replicated input", 1e-4)
     on_tp = distribute_tensor(adapter.tensor(scale), mesh["tp"], [Replicate()], src_data_rank=None)
-    with pytest.raises(ValueError, match=r"an input of .* redistribute the input"):
+    with pytest.raises(ValueError, match=r"inputs on different meshes: .* Redistribute the latter"):
         adapter.call(styled, 3, batch_of(adapter.tensor(x[mine])), on_tp)
 
 

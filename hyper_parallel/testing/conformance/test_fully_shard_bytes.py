@@ -1,4 +1,4 @@
-"""Number and bytes of the collectives of `fully_shard`: those of the table in docs/data_parallel.md."""
+"""Number and bytes of the collectives of `fully_shard`, as in the table of docs/data_parallel.md."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HALF, SINGLE = 2, 4
 
 
 def shapes_of(module: Any, mesh: Any, without: tuple[Any, ...] = ()) -> list[tuple[int, ...]]:
-    """Return the shapes of this rank's tensor-parallel parts of the parameters below."""
+    """Return the shapes of this rank's tensor-parallel shards of a module's parameters."""
     platform = mesh.platform
     left = {id(sub) for one in without for _, sub in platform.named_modules(one)}
     return [
@@ -44,7 +44,7 @@ def shapes_of(module: Any, mesh: Any, without: tuple[Any, ...] = ()) -> list[tup
 
 
 def wanted_bytes(shapes: list[tuple[int, ...]], ranks: int, read: int, reduced: int, flags: bool) -> tuple[int, int]:
-    """Return the bytes that a rank gives to the all-gather of a unit and to its reduce-scatter."""
+    """Return the expected operand bytes of a unit's all-gather and reduce-scatter."""
     row = sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in shapes)
     return row * read, ranks * (row + len(shapes) * flags) * reduced
 
@@ -125,7 +125,7 @@ def check(
 
 
 def sent(comm: Any, dp: Any) -> list[tuple[str, int, int]]:
-    """Kind, mesh dimension and bytes of each collective of data parallelism."""
+    """Return kind, mesh dimension and bytes of each collective of data parallelism."""
     return [(e.kind, e.mesh_dim, e.bytes) for e in comm.events if e.mesh is dp]
 
 

@@ -28,7 +28,7 @@ SIZES = (6, 5)
 
 @contextlib.contextmanager
 def other(platform: Any, **facts: Any) -> Iterator[None]:
-    """Let the platform give another answer about itself: that of another backend, or of another device."""
+    """Set facts about the platform inside this context, to those of another backend or device."""
     before = {name: getattr(platform, name) for name in facts}
     try:
         for name, value in facts.items():
@@ -40,7 +40,7 @@ def other(platform: Any, **facts: Any) -> Iterator[None]:
 
 
 def changed(mesh: Any, make: Any) -> Any:
-    """A linear module with another forward."""
+    """Return a linear module with another forward."""
     adapter = get_adapter()
     module = adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5))
     mesh.platform.replace_forward(module, make)
@@ -49,7 +49,7 @@ def changed(mesh: Any, make: Any) -> Any:
 
 @spmd.on_mesh()
 def called_with(mesh: Any) -> None:
-    """Batches that come after other arguments, or in a nest."""
+    """Check batches that follow other arguments, or are nested in a container."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     x = np.random.default_rng(1).standard_normal((size * ROWS, SIZES[0])).astype(np.float32)
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
@@ -75,7 +75,7 @@ def called_with(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def without_freeing(mesh: Any) -> Any:
-    """Whole parameters are kept until backward on a device whose storage cannot be freed."""
+    """Check that unsharded parameters are kept until backward on a device whose storage cannot be freed."""
     with other(mesh.platform, frees_storage=False):
         trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
         for step in range(2):
@@ -87,7 +87,7 @@ def without_freeing(mesh: Any) -> Any:
 
 @spmd.on_mesh()
 def gathered_for_nothing(mesh: Any) -> None:
-    """A unit that was gathered ahead, and does not run again in this forward."""
+    """Check a unit that was prefetched, but does not run again in this forward."""
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     trained.sharded.feed_forward.set_modules_to_forward_prefetch([trained.sharded.attention])
     for step in range(2):
@@ -98,7 +98,8 @@ def gathered_for_nothing(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def after_a_failure(mesh: Any) -> None:
-    """Gradients of gradients are right, or refused in the middle of backward; the next step is right all the same."""
+    """Check gradients of gradients: right, or refused in the middle of backward. The next step is right in both
+    cases."""
     adapter = get_adapter()
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     trained.step(0)
@@ -125,7 +126,7 @@ def after_a_failure(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def after_an_error(mesh: Any) -> None:
-    """Something fails on all ranks while units are whole in backward; the next step is right all the same."""
+    """Check an error on all ranks while units are unsharded in backward. The next step is right."""
     adapter, platform = get_adapter(), mesh.platform
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     trained.step(0)
@@ -149,7 +150,7 @@ def after_an_error(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def other_dtype_of_gradients(mesh: Any) -> None:
-    """Reduced in half precision, and kept in that of the parameters."""
+    """Check gradients that are reduced in half precision and stored in the dtype of the parameters."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))
     single, sharded = (adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)) for _ in range(2))
@@ -169,7 +170,7 @@ def other_dtype_of_gradients(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def rarely_called(mesh: Any) -> None:
-    """Methods, copies and pickles."""
+    """Check rarely called methods, copies and pickles."""
     adapter = get_adapter()
     block = shard_block(adapter.load(block_of((6, 7)), np.random.default_rng(3)), mesh)
     block.reset_iter_state()
@@ -203,7 +204,7 @@ def rarely_called(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def unused_somewhere(mesh: Any) -> None:
-    """Tell parameters that no rank has used from those that some have, by numbers that travel with gradients."""
+    """Check that parameters used by no rank are told from those used by some ranks. Flags travel with the gradients."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     linear = fully_shard(adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)), mesh=mesh)
     adapter.call(linear, adapter.tensor(np.ones((2, SIZES[0]), np.float32)))
@@ -254,7 +255,10 @@ def test_without_freeing(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp_replicate", "dp_shard"))
 def reduced_in_parts(mesh: Any) -> None:
-    """Gradients of one batch over shards alone, and of the next over replicas too, with the kept part."""
+    """Check gradients that are first reduced over shards only.
+
+    The next batch reduces the accumulated sum over replicas too.
+    """
     adapter, rank = get_adapter(), mesh.get_rank()
     single = adapter.load(block_of((6, 7)), np.random.default_rng(5))
     sharded = shard_block(adapter.load(block_of((6, 7)), np.random.default_rng(5)), mesh)
@@ -286,7 +290,7 @@ def test_reduced_in_parts(pool: Any) -> None:
 
 @spmd.on_mesh()
 def numbers(mesh: Any, seeds: int) -> list[float]:
-    """Reduced gradients of parameters without dimensions, which every rank has whole."""
+    """Check the gradients of 0-d parameters, which every rank has in full."""
     adapter, platform, rank = get_adapter(), mesh.platform, mesh.get_local_rank()
     block = Block(platform, (), None, mesh.size(), rank)
     found = []
@@ -304,6 +308,6 @@ def numbers(mesh: Any, seeds: int) -> list[float]:
 
 @on_ranks(1, 2, 3, 4, gate=(4,))
 def test_numbers_have_the_same_bits_on_all_ranks(pool: Any, world_size: int) -> None:
-    """All ranks have the same bits, in whichever order a backend adds for each of them."""
+    """Check that all ranks have the same bits, even if a backend adds in another order on each rank."""
     first, *others = pool.run(world_size, numbers, 20)
     assert len(set(first)) == 20 and all(found == first for found in others)

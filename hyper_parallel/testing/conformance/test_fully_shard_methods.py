@@ -1,4 +1,4 @@
-"""`fully_shard`: methods that are asked for rarely."""
+"""`fully_shard`: rarely used methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FEATURES = 6
 
 
 def batches(mesh: Any, count: int) -> list[tuple[Any, Any]]:
-    """The batches of all ranks, and of each this rank's part."""
+    """Yield the batches of all ranks, each with this rank's part."""
     rank = mesh.get_local_rank(0)
     xs = np.random.default_rng(1).standard_normal((count, mesh.size() * ROWS, FEATURES)).astype(np.float32)
     return [(x, x[rank * ROWS : (rank + 1) * ROWS]) for x in xs]
@@ -38,7 +38,8 @@ def batches(mesh: Any, count: int) -> list[tuple[Any, Any]]:
 
 @spmd.on_mesh()
 def other_methods(mesh: Any) -> None:
-    """A method that is registered computes with whole parameters, also a copy's, and one of no class."""
+    """Check that registered methods compute with unsharded parameters, also on a copy and for functions set on the
+    object."""
     adapter = get_adapter()
 
     def build() -> Any:
@@ -75,7 +76,7 @@ def other_methods(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def kept_storage(mesh: Any) -> None:
-    """Whole parameters at the same addresses, and several reductions under way."""
+    """Check unsharded parameters that keep their addresses, and several pending reductions."""
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     block = trained.sharded
     block.set_keep_unsharded_storage(True)
@@ -95,7 +96,7 @@ def kept_storage(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def not_in_backward(mesh: Any) -> None:
-    """Parameters that backward does not read are not gathered for it."""
+    """Check that parameters are not gathered for a backward that does not read them."""
     adapter = get_adapter()
 
     def build() -> Any:
@@ -125,7 +126,7 @@ def not_in_backward(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def finalized_by_hand(mesh: Any) -> None:
-    """Gradients of two backward passes are reduced, and there, when it is said."""
+    """Check that gradients of two backward passes are complete after `finalize_backward`."""
     adapter, platform, size = get_adapter(), mesh.platform, mesh.size()
     single = adapter.load(block_of((FEATURES, 7)), np.random.default_rng(5))
     sharded = shard_block(adapter.load(block_of((FEATURES, 7)), np.random.default_rng(5)), mesh)
@@ -206,7 +207,7 @@ def finalized_by_hand(mesh: Any) -> None:
 
 
 def adapter_parameters(module: Any, platform: Any) -> list[tuple[str, Any]]:
-    """Name and parameter."""
+    """Yield name and parameter."""
     return [
         (f"{path}.{name}" if path else name, p)
         for path, m in platform.named_modules(module)
@@ -216,7 +217,7 @@ def adapter_parameters(module: Any, platform: Any) -> list[tuple[str, Any]]:
 
 @spmd.on_mesh()
 def some_in_lower_precision(mesh: Any) -> None:
-    """Gather and read one of two parameters of one dtype in a lower one."""
+    """Check two parameters of one dtype, one of which is gathered and read in lower precision."""
     adapter, size = get_adapter(), mesh.size()
     half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))
     read: list[Any] = []
@@ -265,13 +266,11 @@ def refused(mesh: Any) -> None:
     block.set_reduce_scatter_unused_params(True, recurse=False)
     block.set_separate_reduce_scatter_group(False)
     block.set_allocate_memory_from_process_group_for_comm(False)
-    with fails(ValueError, "let comm of set_custom_reduce_scatter"):
+    with fails(ValueError, "and pass set_custom_reduce_scatter(comm) a comm"):
         block.set_separate_reduce_scatter_group()
-    with fails(ValueError, "set_symm_mem_for_comm: pass objects with allocate(size, *, dtype"):
+    with fails(ValueError, "set_symm_mem_for_comm is not supported: ", "allocate(size, *, dtype"):
         block.set_symm_mem_for_comm()
-    with fails(
-        ValueError, "set_allocate_memory_from_process_group_for_comm: pass objects with allocate(size, *, dtype"
-    ):
+    with fails(ValueError, "set_allocate_memory_from_process_group_for_comm is not supported: "):
         block.set_allocate_memory_from_process_group_for_comm(True)
     for wrong in (True, 1.5):
         with fails(TypeError, "set_reduce_scatter_max_input_buffers takes a number"):

@@ -1,4 +1,4 @@
-"""`fully_shard` in double and in single precision: values, gradients, clipping and five steps of optimizers."""
+"""`fully_shard` in double and single precision: values, gradients, clipping and five optimizer steps."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ OF_THE_WAY = 1e-3
 
 
 def near(got: Any, wanted: Any, what: str, tolerance: float, measure: Any = None) -> None:
-    """Raise AssertionError unless the norm of the difference is small against that of ``measure``, or ``wanted``."""
+    """Raise AssertionError unless the norm of the difference is small relative to that of ``measure``, or
+    ``wanted``."""
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape, what
     error = np.linalg.norm(got - wanted)
@@ -41,7 +42,7 @@ def near(got: Any, wanted: Any, what: str, tolerance: float, measure: Any = None
 
 
 def five_steps(name: str, sizes: tuple[int, int], optimizer: str) -> None:
-    """Five steps in each precision that the device has."""
+    """Train for five steps in each precision that the device supports."""
     shape, names = MESHES[name]
     mesh = spmd.device_mesh(*shape, names=names)
     if mesh is None:
@@ -52,7 +53,7 @@ def five_steps(name: str, sizes: tuple[int, int], optimizer: str) -> None:
 
 
 def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None:
-    """Five steps of a sharded MLP next to an unsharded one."""
+    """Train a sharded MLP and an unsharded one for five steps, and compare them."""
     adapter, tolerance = get_adapter(), TOLERANCES[dtype]
     dp = mesh if "tp" not in mesh.mesh_dim_names else mesh[tuple(n for n in mesh.mesh_dim_names if n != "tp")]
     single, sharded = (adapter.load(adapter.Mlp(*sizes), np.random.default_rng(5), dtype) for _ in range(2))
@@ -104,19 +105,19 @@ def train(mesh: Any, sizes: tuple[int, int], optimizer: str, dtype: Any) -> None
 
 
 def step_of(adapter: Any, module: Any, optimizer: str, knows_optimizers: bool) -> Any:
-    """Return the function that takes a step. It is plain descent in a backend whose framework brings no optimizers."""
+    """Return the function that takes a step: plain gradient descent if the framework has no optimizers."""
     return adapter.optimizer(module, optimizer, 1e-2)[1] if knows_optimizers else adapter.sgd(module, 1e-2)
 
 
 def compare(adapter: Any, got: dict[str, Any], wanted: dict[str, Any], what: str, tolerance: float) -> None:
-    """Check that gradients are equal, and DTensors."""
+    """Check that gradients are DTensors with the wanted values."""
     for name, g in wanted.items():
         assert isinstance(got[name], DTensor), name
         near(adapter.numpy(got[name]), adapter.numpy(g), f"{name}: {what}", tolerance)
 
 
 def held(module: Any, mesh: Any) -> dict[str, Any]:
-    """The parameters below, by path."""
+    """Return the parameters of a module by path."""
     platform = mesh.platform
     found = [(path, *p) for path, sub in platform.named_modules(module) for p in platform.named_parameters(sub)]
     return {f"{path}.{name}": p for path, name, p in found}

@@ -1,4 +1,4 @@
-"""Units of `fully_shard` in units: the unit of each parameter, the order of gathers, and the results of training."""
+"""Nested units of `fully_shard`: which unit each parameter belongs to, the order of gathers, and training results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = 3
 
 
 def parameters(module: Any, mesh: Any) -> dict[str, Any]:
-    """The parameters by name."""
+    """Return the parameters by name."""
     platform = mesh.platform
     return {
         f"{path}.{name}".lstrip("."): p
@@ -29,19 +29,19 @@ def parameters(module: Any, mesh: Any) -> dict[str, Any]:
 
 
 def block_of(sizes: tuple[int, int]) -> Any:
-    """A transformer block of (features, hidden)."""
+    """Return a transformer block of (features, hidden)."""
     return get_adapter().Block(sizes[0], sizes[1], sizes[0] // 2)
 
 
 def shard_block(block: Any, mesh: Any, **options: Any) -> Any:
-    """Attention and feed forward as units of their own, the norms in that of the block."""
+    """Make attention and feed-forward separate units, and put the norms in the unit of the block."""
     fully_shard(block.attention, mesh=mesh, **options)
     fully_shard(block.feed_forward, mesh=mesh, **options)
     return fully_shard(block, mesh=mesh, **options)
 
 
 class Trained:
-    """A model, its sharded copy, and steps of both that must agree."""
+    """A model and its sharded copy, whose training steps must agree."""
 
     def __init__(self, mesh: Any, build: Any, shard: Any, shape: tuple[int, ...], rate: float = 0.1) -> None:
         self.mesh, self.shape, self.adapter = mesh, shape, get_adapter()
@@ -52,7 +52,7 @@ class Trained:
         self.counts: list[dict[str, dict[str, int]]] = []
 
     def step(self, seed: int, calls: int = 1) -> None:
-        """One step of training on a new batch; ``calls`` of the model in it."""
+        """Run one training step on a new batch, with ``calls`` calls of the model."""
         adapter, rng = self.adapter, np.random.default_rng(seed)
         batch = rng.standard_normal((self.size * ROWS, *self.shape)).astype(np.float32)
         weights = rng.standard_normal((self.size * ROWS, *self.shape)).astype(np.float32)
@@ -135,7 +135,7 @@ def test_nested(pool: Any, world_size: int, sizes: tuple[int, int], reshard: boo
 
 @spmd.on_mesh()
 def owned(mesh: Any) -> None:
-    """Tied, frozen and ignored parameters, modules without any, dimensions other than the first."""
+    """Check tied, frozen and ignored parameters, modules without parameters, and dimensions other than the first."""
     adapter = get_adapter()
 
     def frozen(*names: str) -> Any:
@@ -233,7 +233,7 @@ def test_methods(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def accumulated(mesh: Any) -> Any:
-    """Two micro batches, of which only the second reduces gradients; and other ways to scale."""
+    """Check two micro batches of which only the second reduces gradients, and other scales of gradients."""
     adapter, size, rank = get_adapter(), mesh.shape[0], mesh.get_local_rank(0)
     rng = np.random.default_rng(4)
     batches = rng.standard_normal((2, size * ROWS, 2, 8)).astype(np.float32)

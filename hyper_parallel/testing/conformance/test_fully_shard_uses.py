@@ -1,4 +1,4 @@
-"""Results of units of `fully_shard`, their dtypes, and the changes that the units' methods make in a step."""
+"""`fully_shard`: results and dtypes of units, and methods that change a unit between steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Output:
 
 
 class Unknown:
-    """Holds a tensor where no code looks for one."""
+    """Container in which the library does not search for tensors."""
 
     def __init__(self, y: Any) -> None:
         self.y = y
@@ -47,7 +47,7 @@ NESTS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], list[Any]]]] =
 
 
 def returning(mesh: Any, wrap: Callable[[Any, Any], Any]) -> Any:
-    """A linear module that returns ``wrap(y, weight)``."""
+    """Return a linear module that returns ``wrap(y, weight)``."""
     adapter = get_adapter()
     module = adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5))
 
@@ -60,7 +60,8 @@ def returning(mesh: Any, wrap: Callable[[Any, Any], Any]) -> Any:
 
 @spmd.on_mesh()
 def nests(mesh: Any) -> None:
-    """Values and gradients, and that a result which is a parameter outlives it."""
+    """Check values and gradients of nested results. A result that is a parameter stays valid after its module has
+    run."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     x = np.random.default_rng(1).standard_normal((size * ROWS, SIZES[0])).astype(np.float32)
     mine = slice(rank * ROWS, (rank + 1) * ROWS)
@@ -139,7 +140,7 @@ def test_refusals(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def dtypes(mesh: Any) -> None:
-    """`output_dtype` converts the outputs, and `cast_forward_inputs` the inputs."""
+    """Check that `output_dtype` converts the outputs, and `cast_forward_inputs` the inputs."""
     adapter = get_adapter()
     single, sharded = (adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)) for _ in range(2))
     half, whole = (adapter.tensor(np.ones(1, dtype)).dtype for dtype in (np.float16, np.float32))
@@ -158,7 +159,7 @@ def test_dtypes(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def switched(mesh: Any) -> Any:
-    """Training goes on exactly under each setting; returns the collectives of a step under some of them."""
+    """Check that training is exact under each setting. Return the collectives of a step under some of them."""
     trained = Trained(mesh, lambda: block_of((8, 12)), lambda b: shard_block(b, mesh), (2, 8), 0.001)
     block: Any = trained.sharded
     trained.step(0)

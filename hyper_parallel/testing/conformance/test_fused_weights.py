@@ -1,5 +1,5 @@
-"""Weights that are several matrices in one under a plan that does not say so: an error, where the module around them
-tells."""
+"""Plans that shard a packed weight as one matrix: an error if the surrounding module shows that the weight is
+packed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 
 def holder(attributes: dict[str, int] | None = None, **sizes: tuple[int, int]) -> Any:
-    """A module with linear layers of these sizes (in, out) below it, and attributes."""
+    """Return a module that has linear layers of these sizes (in, out), and these attributes."""
     adapter = get_adapter()
     module = adapter.Probe()
     for name, (n_in, n_out) in sizes.items():
@@ -27,7 +27,7 @@ def holder(attributes: dict[str, int] | None = None, **sizes: tuple[int, int]) -
 
 
 def inside(module: Any, name: str = "attn") -> Any:
-    """A module that holds ``module``."""
+    """Return a module that has ``module`` as its child."""
     outer = get_adapter().Probe()
     setattr(outer, name, module)
     return outer
@@ -91,7 +91,7 @@ def query_key_value(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def heads_of_packed(mesh: Any) -> None:
-    """The heads are checked in a packed weight too."""
+    """Check that the heads of a packed weight are checked too."""
 
     def model(attributes: dict[str, int], **sizes: tuple[int, int]) -> Any:
         return inside(holder(attributes, **{"proj": (24, 24), **sizes}))
@@ -132,8 +132,11 @@ def gate_and_up(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def no_false_alarm(mesh: Any) -> None:
-    """Ordinary models, inside `strict()`: feed-forward of two, three and four times the width, attention with wide
-    heads. Outside of it, also weights that have the shape of a fused weight by chance."""
+    """Check that ordinary models raise no error inside `strict()`.
+
+    They have feed-forward layers of two to four times the width, and attention with wide heads. Outside `strict()`,
+    weights may have the shape of a packed weight by chance.
+    """
     for times in (1, 2, 3, 4):
         model = inside(holder({"n_head": 4}, up=(8, 8 * times), down=(8 * times, 8)), "mlp")
         apply(mesh, model, {"mlp.up": ColwiseParallel(), "mlp.down": ROW}, in_strict=True)

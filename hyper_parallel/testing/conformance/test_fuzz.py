@@ -1,4 +1,4 @@
-"""A fixed share of the random programs; `python -m hyper_parallel.testing.fuzz` runs fresh ones (docs/fuzzing.md).
+"""A fixed set of random programs; ``python -m hyper_parallel.testing.fuzz`` runs new ones (docs/fuzzing.md).
 
 Here they communicate by the backend's own collectives.
 """

@@ -1,5 +1,7 @@
-"""Parameters that were replaced after `parallelize_module`: right where they are placed as the plan says, else refused
-on all ranks before anything is communicated."""
+"""Parameters that were replaced after `parallelize_module`.
+
+They are right if placed as the plan says. Otherwise all ranks refuse them before any communication.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,7 @@ def replaced(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @on_ranks(2, 3)
 def test_replaced(pool: Any, world_size: int, case: str) -> None:
-    """A plain parameter, whole or of this rank's shape, another placement, another mesh."""
+    """Check replacements: a plain tensor, full or of the shard's shape; another placement; another mesh."""
     pool.run(world_size, replaced, case)
 
 
@@ -169,13 +171,13 @@ def replaced_in_a_model(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_replaced_in_a_model(pool: Any, world_size: int) -> None:
-    """Biases, modules below, other sizes, weights that something computes."""
+    """Check replaced biases, parameters of submodules, other sizes, and computed weights."""
     pool.run(world_size, replaced_in_a_model)
 
 
 @spmd.on_mesh()
 def replaced_norm(mesh: Any) -> None:
-    """Parameters of a norm that something else holds, or that are gone: the short way leaves them to the other."""
+    """Check norms whose parameters were replaced or removed: the fast path leaves them to the general forward."""
     adapter, platform = get_adapter(), get_platform()
     array = floats(mesh.size() * 2, 6)
     single, sharded = (adapter.load(adapter.norm_module(6), np.random.default_rng(5)) for _ in range(2))
@@ -210,13 +212,13 @@ def replaced_norm(mesh: Any) -> None:
 
 @on_ranks(1, 2)
 def test_replaced_norm(pool: Any, world_size: int) -> None:
-    """A norm whose weight is no parameter of its own any more."""
+    """Check a norm whose weight is no longer its own parameter."""
     pool.run(world_size, replaced_norm)
 
 
 @spmd.on_mesh()
 def computed_before(mesh: Any) -> None:
-    """A linear layer without a weight of its own: something computed it when the plan came."""
+    """Check a linear layer whose weight was computed, not stored, before the plan was applied."""
     platform, probe = get_platform(), get_adapter().Probe()
     platform.register_linear_module(type(probe), weight="kernel")
     try:
@@ -230,7 +232,7 @@ def computed_before(mesh: Any) -> None:
 
 @on_ranks(1, 2)
 def test_computed_before(pool: Any, world_size: int) -> None:
-    """The plan is refused, and says in which order it works."""
+    """Check that the plan is refused, and that the message gives the right order."""
     pool.run(world_size, computed_before)
 
 
@@ -259,7 +261,10 @@ def ties_in_two_calls(mesh: Any) -> None:
 
 @on_ranks(2, 3)
 def test_ties_in_two_calls(pool: Any, world_size: int) -> None:
-    """Refuse ties of the model, with the remedy. One module after the other is right."""
+    """Check that tied parameters in two calls are refused with a remedy.
+
+    Modules without ties can be parallelised in two calls.
+    """
     pool.run(world_size, ties_in_two_calls)
 
 
@@ -278,6 +283,6 @@ def test_ties_in_two_calls(pool: Any, world_size: int) -> None:
     ],
 )
 def test_no_such_dimension(make: Callable[[], Any]) -> None:
-    """A layout that no tensor can have is refused where it is written."""
+    """Check that a style refuses a dimension that no tensor can have."""
     with pytest.raises(ValueError, match=r"at most 8 dimensions; Shard\(-1\) is the last one"):
         make()

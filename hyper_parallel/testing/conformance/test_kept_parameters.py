@@ -1,4 +1,4 @@
-"""Aliases that a program took of a parameter stay the parameter: its memory is one after data parallelism."""
+"""Aliases that a program has saved of a parameter: they share its memory throughout data-parallel training."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def taken_of(p: Any, mesh: Any) -> dict[str, Any]:
-    """Return the aliases of a parameter that a program may take, by the way to take them."""
+    """Return aliases of a parameter that a program may save, by the way to get them."""
     platform = mesh.platform
     with platform.no_dispatch(), platform.no_grad():
         memory = platform.detach(p)
@@ -39,20 +39,20 @@ def taken_of(p: Any, mesh: Any) -> dict[str, Any]:
 
 
 class Kept(Trained):
-    """A model in training, and values taken of it at any time."""
+    """A model in training, and saved aliases of its parameters."""
 
     def __init__(self, mesh: Any, way: str) -> None:
         super().__init__(mesh, lambda: block_of((6, 5)), lambda block: WAYS[way](block, mesh), (2, 6))
         self.taken: list[tuple[str, str, Any]] = []
 
     def take(self, when: str) -> None:
-        """Take something of each parameter."""
+        """Save aliases of each parameter."""
         for name, p in parameters(self.sharded, self.mesh).items():
             for how, x in taken_of(p, self.mesh).items():
                 self.taken.append((f"{how} {when}", name, x))
 
     def compare(self, when: str) -> None:
-        """All taken values equal the parameters."""
+        """Check that all saved aliases have the values of the parameters."""
         adapter, wanted = self.adapter, parameters(self.sharded, self.mesh)
         locals_ = {name: adapter.numpy(p.to_local()) for name, p in wanted.items()}
         for how, name, x in self.taken:
@@ -60,7 +60,7 @@ class Kept(Trained):
             same(adapter.numpy(x), locals_[name], f"{how} of {name}, {when}", 0)
 
     def load(self, seed: int) -> None:
-        """New numbers, written to both models."""
+        """Write new values to both models."""
         platform, rng = self.mesh.platform, np.random.default_rng(seed)
         whole = parameters(self.single, self.mesh)
         for name, p in parameters(self.sharded, self.mesh).items():
@@ -71,7 +71,7 @@ class Kept(Trained):
                         platform.write(platform.detach(x), self.adapter.tensor(np.ascontiguousarray(part)))
 
     def evaluate(self, seed: int) -> None:
-        """A forward without gradients."""
+        """Run a forward without gradients."""
         adapter = self.adapter
         x = adapter.tensor(np.random.default_rng(seed).standard_normal((3, *self.shape)).astype(np.float32))
         with self.mesh.platform.no_grad():
@@ -79,13 +79,13 @@ class Kept(Trained):
         same(adapter.numpy(found), adapter.numpy(wanted), "output without gradients", 1e-4)
 
     def unshard(self, seed: int) -> None:
-        """Whole for a while."""
+        """Unshard and reshard the parameters."""
         if hasattr(self.sharded, "unshard"):
             self.sharded.unshard()
             self.sharded.reshard()
 
     def copy(self, seed: int) -> None:
-        """A copy has parameters of its own, of which the same holds."""
+        """Check the same for a copy, which has separate parameters."""
         other = copy.copy(self)
         other.taken, other.sharded = [], copy.deepcopy(self.sharded)
         other.take("of a copy")
@@ -95,7 +95,7 @@ class Kept(Trained):
 
 @spmd.on_mesh()
 def keeps(mesh: Any, way: str, seeds: list[int]) -> None:
-    """Programs of random events; something is taken before each."""
+    """Run random sequences of events, and save aliases before each event."""
     for seed in seeds:
         rng, kept = np.random.default_rng(seed), Kept(mesh, way)
         kept.take("at the beginning")

@@ -1,4 +1,4 @@
-"""Linear layers that run on plain tensors without distributed ones: only the time changes."""
+"""Fast paths of linear layers on plain tensors: results equal those of the general path."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
 def both(mesh: Any) -> tuple[Any, Any]:
-    """A model and its parallelised twin."""
+    """Return a model and its parallelised copy."""
     adapter = get_adapter()
     single, sharded = (adapter.load(adapter.Mlp(6, 12), np.random.default_rng(5)) for _ in range(2))
     return single, parallelize_module(sharded, mesh, PLAN)
@@ -64,7 +64,7 @@ def identity(mesh: Any) -> None:
 
 @on_ranks(1, 2)
 def test_module_stays_what_it_is(pool: Any, world_size: int) -> None:
-    """Copies, classes and hooks."""
+    """Check copies, classes and hooks of a module with a fast path."""
     pool.run(world_size, identity)
 
 
@@ -87,13 +87,13 @@ def gradients_of_gradients(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_gradients_of_gradients(pool: Any, world_size: int) -> None:
-    """The collectives of backward are differentiable too."""
+    """Check that the collectives of backward are differentiable."""
     pool.run(world_size, gradients_of_gradients)
 
 
 @spmd.on_mesh()
 def mixed_calls(mesh: Any) -> None:
-    """Plain and distributed inputs, one after the other, of one module; both ways share collectives."""
+    """Check alternating plain and distributed inputs of one module. Both paths share collectives."""
     adapter = get_adapter()
     single, sharded = both(mesh)
     x = adapter.tensor(floats(3, 6))
@@ -108,13 +108,13 @@ def mixed_calls(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_plain_and_distributed_inputs(pool: Any, world_size: int) -> None:
-    """One module takes both."""
+    """Check that one module accepts both kinds of inputs."""
     pool.run(world_size, mixed_calls)
 
 
 @spmd.on_mesh()
 def styled_and_not(mesh: Any) -> None:
-    """A styled layer and an operation of the user's read one tensor: backward has one all-reduce for both."""
+    """Check a styled layer and a user's operation that read one tensor: backward has one all-reduce for both."""
     adapter = get_adapter()
     single, sharded = both(mesh)
     weight = floats(8, 6)
@@ -145,7 +145,7 @@ def test_styled_and_not(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def norm_along_the_shards(mesh: Any) -> None:
-    """A norm over the very dimension that is sharded cannot run on shards: it is dispatched."""
+    """Check that a norm over a sharded dimension is dispatched, because it cannot run on shards."""
     adapter = get_adapter()
     single, sharded = (adapter.load(adapter.norm_module(12), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, mesh, SequenceParallel(sequence_dim=-1))
@@ -158,5 +158,5 @@ def norm_along_the_shards(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3)
 def test_norm_along_the_shards(pool: Any, world_size: int) -> None:
-    """Values, plain and distributed."""
+    """Check values for plain and distributed inputs."""
     pool.run(world_size, norm_along_the_shards)

@@ -1,4 +1,4 @@
-"""Functions of local tensors on DTensors, and the table of the shards of each rank."""
+"""`local_map`: functions of local tensors applied to DTensors; and `visualize_sharding`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 @on_mesh()
 def products(mesh: Any) -> None:
-    """X @ w by rows of w: each rank has a summand; the gradient of x, which is replicated, is a sum too."""
+    """Check ``x @ w`` with w sharded by rows: the result, and the gradient of a replicated x, are partial sums."""
     adapter, size = get_adapter(), mesh.size()
     x, w, weights = floats(3, 2 * size), floats(2 * size, 4), floats(3, 4)
     expected = x @ w
@@ -62,7 +62,7 @@ def test_products(pool: Any, world_size: int) -> None:
 
 @on_mesh()
 def gradients_of_parts(mesh: Any) -> None:
-    """A replicated input of which each rank uses another part."""
+    """Check a replicated input of which each rank uses another part."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank()
     x = floats(size, 3)
 

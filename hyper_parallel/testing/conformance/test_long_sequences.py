@@ -1,4 +1,4 @@
-"""Attention over a sequence that is cut: each way gives the result of a single device, and its gradients."""
+"""Attention over a sharded sequence: each method gives the results and gradients of a single device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ MORE = [
 
 
 def check(mesh: Any, method: str | None, shape: tuple, dtype: str, placements: tuple = (Shard(2),)) -> dict[str, Any]:
-    """Compare one call with that of a single device; gives the collectives in forward and in backward."""
+    """Compare one call with a single device; return the collectives in forward and in backward."""
     heads, shared, queries, keys, causal, masked = shape
     adapter, rng = get_adapter(), np.random.default_rng(0)
     sizes = [(2, heads, queries, 3), (2, shared, keys, 3), (2, shared, keys, 3)]
@@ -89,7 +89,7 @@ def check(mesh: Any, method: str | None, shape: tuple, dtype: str, placements: t
 
 
 def fits(method: str, shape: tuple, ranks: int) -> bool:
-    """Return whether the method is possible."""
+    """Return whether the method supports these sizes."""
     heads, shared, queries, keys, _, masked = shape
     if method == "exchange":
         return queries != keys or (heads % ranks == shared % ranks == 0 and masked is None)
@@ -135,7 +135,7 @@ def test_longer_sequences(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def in_groups(mesh: Any) -> None:
-    """Heads in several groups, as those of long sequences are."""
+    """Check heads that are processed in several groups, as for long sequences."""
     with patch.object(joined_attention, "_LEAST_BYTES", 1):
         for shape, groups in (((12, 12, 8, 8, True, None), 6), ((4, 2, 3, 3, True, None), 2)):  # no others have these
             for method in ("gather", "ring"):
@@ -151,7 +151,8 @@ def test_heads_in_groups(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2)
 def two_dimensions(mesh: Any) -> None:
-    """Heads on one mesh dimension and the sequence on the other; the sequence on both; samples and the sequence."""
+    """Check heads on one mesh dimension and the sequence on the other; the sequence on both; samples and the
+    sequence."""
     for shape in SHAPES[1:4]:
         for placements in ((Shard(1), Shard(2)), (Shard(2), Shard(1)), (Shard(2), Shard(2)), (Shard(0), Shard(2))):
             if Shard(1) not in placements or shape[1] % 2 == 0:
@@ -202,7 +203,7 @@ def test_gradients_of_gradients_are_refused(pool: Any) -> None:
 
 
 def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: int) -> None:
-    """Compare attention inside of `context_parallel` with that of a single device."""
+    """Compare attention inside `context_parallel` with a single device."""
     adapter, rng, platform = get_adapter(), np.random.default_rng(0), mesh.platform
     shape = (2, 4, length, 3)
     arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
@@ -240,7 +241,7 @@ def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: 
 
 
 def tells_of_attention(mesh: Any) -> bool:
-    """Return whether the platform observes calls of attention; elsewhere the context is refused."""
+    """Return whether the platform intercepts attention on plain tensors. Otherwise `context_parallel` is refused."""
     if type(mesh.platform).attention_calls is not AttentionRole.attention_calls:
         return True
     with pytest.raises(TypeError, match="for sharded sequences"), context_parallel(mesh, length=6):

@@ -1,5 +1,7 @@
-"""Losses of logits that are sharded over their classes: values and gradients equal the single device's, the logits are
-never gathered, and the collectives are those of hand-written code."""
+"""Losses of logits that are sharded over their classes: values and gradients equal the single device's.
+
+The logits are never gathered, and the collectives are those of hand-written code.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def probabilities_for(shape: tuple[int, ...], dim: int) -> np.ndarray:
 
 
 def as_target(array: np.ndarray) -> np.ndarray:
-    """Targets as the framework wants them: torch 64 bits, MindSpore 32."""
+    """Return targets in the framework's dtype: int64 for torch, int32 for MindSpore."""
     return array.astype(get_adapter().TARGET_DTYPE) if array.dtype == np.int32 else array
 
 
@@ -75,7 +77,7 @@ def part_of(array: np.ndarray, mesh: Any, *placements: Any) -> np.ndarray:
 
 
 def weighted(y: Any, like: np.ndarray) -> Any:
-    """A scalar of which every element of ``y`` has its own share: ``y`` is whole on every rank."""
+    """Return a weighted sum of the elements of ``y``, which every rank has in full."""
     adapter = get_adapter()
     return adapter.weighted_sum(y, adapter.tensor(floats(*like.shape, seed=6)))
 
@@ -88,7 +90,8 @@ def count(comm: CommDebugMode) -> int:
 
 @spmd.on_mesh()
 def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
-    """All cases; for each the collectives in forward and in both directions, and those of the function form."""
+    """Check all cases. Return for each the collectives in forward, in forward and backward, and of the function
+    form."""
     adapter, counts = get_adapter(), []
     for before, behind, reduction, smoothing, weights, soft in CASES:
         what = f"{before} {behind} {reduction} {smoothing} {weights} {soft}"
@@ -225,7 +228,8 @@ def test_other_consumers(pool: Any, world_size: int, vocabulary: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensional(mesh: Any, samples: int, vocabulary: int, reduction: str, given: str) -> int:
-    """Samples over dp, classes over tp; the target plain and whole, plain and this rank's, or a DTensor."""
+    """Check samples sharded over dp and classes over tp. The target is plain and full, plain and sharded, or a
+    DTensor."""
     adapter = get_adapter()
     x, target = logits_of(samples, vocabulary), as_target(classes_for((samples,), vocabulary))
 
@@ -265,7 +269,7 @@ def test_samples_and_classes_sharded(pool: Any, sizes: tuple[int, int]) -> None:
 
 @spmd.on_mesh(2, 2)
 def classes_over_both(mesh: Any, vocabulary: int) -> int:
-    """Shard the classes over both mesh dimensions."""
+    """Check classes that are sharded over both mesh dimensions."""
     adapter = get_adapter()
     x, target = logits_of(4, vocabulary), as_target(classes_for((4,), vocabulary))
     value, (wanted,) = adapter.value_and_grads(lambda x: (adapter.loss(x, adapter.tensor(target)),) * 2, [x])
@@ -333,8 +337,10 @@ def test_gradients_of_gradients(pool: Any, world_size: int, vocabulary: int) -> 
 
 @spmd.on_mesh()
 def extremes(mesh: Any) -> None:
-    """Huge logits, and classes masked with minus infinity: on one rank all of them. The reference is NumPy's, because
-    MindSpore gives no number for infinite logits."""
+    """Check huge logits, and classes masked with minus infinity, even all classes of one rank.
+
+    The reference is NumPy's, because MindSpore gives no number for infinite logits.
+    """
     adapter = get_adapter()
     x = logits_of(4, 8)
     x[0] += 1e4
@@ -363,7 +369,7 @@ def test_extremes(pool: Any) -> None:
 
 @spmd.on_mesh()
 def head(mesh: Any, vocabulary: int) -> int:
-    """A column-parallel head, its sharded output, and the loss module; backward outside of the context."""
+    """Check a column-parallel head with sharded output, and the loss module. Backward runs outside the context."""
     adapter = get_adapter()
     x, target = floats(4, 6), as_target(classes_for((4,), vocabulary))
     single, sharded = (adapter.load(adapter.linear_module(6, vocabulary), np.random.default_rng(5)) for _ in range(2))
@@ -399,7 +405,7 @@ def test_head_and_loss(pool: Any, vocabulary: int) -> None:
 
 @spmd.on_mesh()
 def last_dimension(mesh: Any, vocabulary: int) -> None:
-    """Batch, sequence, vocabulary, as a model gives them."""
+    """Check logits of shape (batch, sequence, vocabulary)."""
     adapter = get_adapter()
     x, target = logits_of(2, 3, vocabulary), as_target(classes_for((2, 3), vocabulary))
     weight = np.abs(floats(vocabulary, seed=8)) + 0.5
@@ -435,7 +441,7 @@ def test_classes_in_the_last_dimension(pool: Any, world_size: int, vocabulary: i
 
 @spmd.on_mesh()
 def context(mesh: Any) -> None:
-    """Check the effect of the context, that it nests, and that an exception leaves it unchanged."""
+    """Check the effect of the context, nested contexts, and the state after an exception."""
     adapter = get_adapter()
     x, target = logits_of(4, 8), adapter.tensor(as_target(classes_for((4,), 8)))
     logits = distribute_tensor(adapter.tensor(x), mesh, [S1])
@@ -543,7 +549,7 @@ def test_mesh_with_two_dimensions(pool: Any) -> None:
 
 @spmd.on_mesh()
 def differs(mesh: Any) -> None:
-    """Unequal parts without vocab_size: every rank says so, the first time."""
+    """Check unequal shards without vocab_size: every rank raises in the first call."""
     from hyper_parallel.core.rules.class_shards import _COMPARED
 
     _COMPARED.pop(mesh, None)

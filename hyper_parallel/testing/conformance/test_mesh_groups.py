@@ -1,4 +1,4 @@
-"""Meshes of groups that are there, of ranks in any order, cut and sliced by index."""
+"""Meshes of existing process groups, of ranks in any order, unflattened, and sliced by index."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from hyper_parallel.testing.extent import in_gate
 
 
 def check_use(mesh: Any, dims: int = 1) -> None:
-    """Gathering, summing and cutting over the mesh give the right results, for parts of different sizes."""
+    """Check gathering, summing and sharding over the mesh, for shards of different sizes."""
     if mesh.get_coordinate() is None:
         return
     adapter = get_adapter()
@@ -52,7 +52,7 @@ def in_any_order() -> None:
 
 
 def test_ranks_in_any_order(pool: Any) -> None:
-    """Shards lie in the order of the mesh, and so must the ranks of its groups."""
+    """Check that shards, and the ranks of process groups, are in the order of the mesh."""
     pool.run(4, in_any_order)
 
 
@@ -78,7 +78,7 @@ def of_groups() -> None:
         DeviceMesh.from_group([], mesh.device_type)
     with fails(ValueError, "has 1 dimension(s), got 2 group(s)"):
         DeviceMesh.from_group(groups, mesh.device_type, [0, 1], mesh_dim_names=("a",))
-    with fails(ValueError, "not a row of the mesh"):
+    with fails(ValueError, "but no row of the mesh"):
         DeviceMesh.from_group(groups[1], mesh.device_type, [[0, 2], [1, 3]][mesh.get_local_rank("dp")])
     known = platform.describe_group(groups[0])
     assert list(known.ranks) == mesh["dp"].ranks.tolist()
@@ -186,7 +186,10 @@ TWICE: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
 
 
 def trained_on_two(name: str, in_parts: bool) -> None:
-    """A plan on a mesh, `fully_shard` on another one; ``in_parts``: norms by the plan alone, on the first mesh."""
+    """Check a plan on one mesh and `fully_shard` on another.
+
+    With ``in_parts``, a submodule is a unit of its own.
+    """
     (sizes, names), tensor, (data_sizes, data_names), data = TWICE[name]
     world, adapter = init_device_mesh(mesh_dim_names=("world",)), get_adapter()
     tp = world._unflatten(0, sizes, names)[tensor]
@@ -201,7 +204,10 @@ def trained_on_two(name: str, in_parts: bool) -> None:
 
 @pytest.mark.parametrize("name", in_gate(TWICE, ("equal", "two of data", "several as one")))
 def test_plan_on_one_mesh_and_data_on_another(pool: Any, name: str) -> None:
-    """Two meshes that one was cut into, as torchtitan has them: the same ranks in the same order are one dimension."""
+    """Check a plan and `fully_shard` on two meshes that were unflattened from one mesh, as in torchtitan.
+
+    Dimensions with the same ranks in the same order count as one dimension.
+    """
     pool.run(4, trained_on_two, name, name != "two of data")
 
 

@@ -1,4 +1,4 @@
-"""Operations without a rule, rules that users add, `strict` and `implicit_replication`."""
+"""Operations without a sharding rule, rules that users add, `strict` and `implicit_replication`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 @contextmanager
 def warnings_logged() -> Iterator[list[str]]:
-    """Collect the warnings of the log ``hyper_parallel`` meanwhile."""
+    """Collect the warnings of the logger ``hyper_parallel`` inside this context."""
     messages: list[str] = []
 
     class Handler(logging.Handler):
@@ -51,7 +51,7 @@ def warnings_logged() -> Iterator[list[str]]:
 
 
 def check(mesh: Any, operation: Callable[[Any], Any], whole: np.ndarray, placement: Any, result: Any) -> dict[str, int]:
-    """Value, gradient and placement of a unary operation; its collectives in forward."""
+    """Check value, gradient and placement of a unary operation; return its collectives in forward."""
     adapter = get_adapter()
     weights = floats(*whole.shape)[::-1].copy()
     counts: dict[str, int] = {}
@@ -113,7 +113,7 @@ def test_operation_without_a_rule(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def in_place_without_a_rule(mesh: Any) -> None:
-    """The backend writes a result back into the shards, or raises an error with a remedy."""
+    """Check that the backend writes a result back into the shards, or raises an error with a remedy."""
     adapter = get_adapter()
     whole = floats(4, 3) + 1
     x = distribute_tensor(adapter.tensor(whole), mesh, [S0])
@@ -175,7 +175,7 @@ def test_register_sharding(pool: Any, world_size: int) -> None:
 
 
 def mixing(adapter: Any, x: Any, weight: Any, bias: Any, scale: Any) -> Any:
-    """Two operands of each of three operations, of which all but the first are plain."""
+    """Check three operations with two operands, of which all but the first are plain."""
     return scale * adapter.tanh(adapter.linear(x, weight) + bias)
 
 

@@ -1,4 +1,4 @@
-"""Styles by name, `NoParallel`, `ParameterParallel`, linear layers of other kinds, and plans with globs."""
+"""Styles by name, `NoParallel`, `ParameterParallel`, other classes of linear layers, and plans with globs."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_no_parallel(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def whole_with_sharded_inside(mesh: Any) -> Any:
-    """A style of a module and styles of its submodules, in any order."""
+    """Check a style of a module and styles of its submodules, in any order of the plan."""
     inside = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(use_local_output=False)}
     first = compare(lambda adapter: adapter.Mlp(6, 12), {"": NoParallel(), **inside}, floats(4, 6), mesh)
     assert first == compare(lambda adapter: adapter.Mlp(6, 12), {**inside, "": NoParallel()}, floats(4, 6), mesh)
@@ -374,7 +374,7 @@ def test_patterns(pool: Any) -> None:
 
 @spmd.on_mesh()
 def gathered_input(mesh: Any) -> Any:
-    """A difference shows in the counts: the input of a replicated module is not gathered twice."""
+    """Check by counts that the input of a replicated module is gathered only once."""
     adapter = get_adapter()
     model = parallelize_module(adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), mesh, NoParallel())
     x = DTensor.from_local(adapter.tensor(floats(2, 6)), mesh, [Replicate()])

@@ -1,6 +1,7 @@
-"""Tensors whose dimension several mesh dimensions cut in another order than theirs: a part of a part is a part.
+"""Tensors with one dimension that several mesh dimensions shard in another order than their own.
 
-Tensor parallelism cuts first, data parallelism cuts the rest: on a mesh ("dp", "tp") from right to left.
+Tensor parallelism shards first, and data parallelism shards each shard further: on a mesh ("dp", "tp") from right to
+left.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def packed(shape: tuple[int, ...]) -> Any:
 
 
 def parts_of_parts(mesh: Any, over: tuple[str, ...], shapes: list[tuple[int, ...]]) -> None:
-    """A nested layout is that of distributing each rank's part once more."""
+    """Check that a nested layout equals distributing each rank's shard once more."""
     adapter, rng = get_adapter(), np.random.default_rng(3)
     inner_mesh, outer_mesh = mesh["tp"], mesh[over]
     for shape in shapes:
@@ -100,7 +101,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("shape", [(8, 12), (5, 7), (3, 2)], ids=str)
 def test_order_of_cuts(pool: Any, shape: tuple[int, ...]) -> None:
-    """Value, gradient and placements of redistributions from and to an order that is not the natural one."""
+    """Check value, gradient and placements of redistributions between the natural order of shards and other orders."""
     pool.run(4, transitions, (2, 2), shape, PAIRS)
     sizes = packed(shape)
     nested = [((StridedShard(0, 2), sizes), (R, R)), ((P, sizes), (StridedShard(0, 2), sizes))]
@@ -146,9 +147,9 @@ def test_collectives(pool: Any, source: tuple, target: tuple, forward: dict, bac
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def refusals(mesh: Any) -> None:
     x = get_adapter().tensor(np.ones((4, 4), np.float32))
-    with pytest.raises(ValueError, match=r"split_factor of StridedShard.*mesh dimension 0 \('dp'\).*use Shard\(0\)"):
+    with pytest.raises(ValueError, match=r": StridedShard.* on mesh dimension 0 \('dp'\).*use Shard\(0\)"):
         distribute_tensor(x, mesh, [StridedShard(0, 2), R])
-    with pytest.raises(ValueError, match="must be a product of sizes"):
+    with pytest.raises(ValueError, match="whose sizes multiply to split_factor"):
         distribute_tensor(x, mesh, [S0, S0]).redistribute(placements=[StridedShard(0, 3), S0])
     with pytest.raises(ValueError, match="must be the first placement that shards tensor dimension 0"):
         nest(get_layout(mesh["tp"], (S0,), (4, 4)), mesh["dp"], [PackedShard(0, 2)], (4, 4))

@@ -1,4 +1,4 @@
-"""Every operation with operands placed in every way: values and all gradients equal those on plain tensors."""
+"""Every operation with every combination of placements: values and all gradients equal those on plain tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BY_NAME = {case.name: case for case in CASES}
 
 
 def placements_of(array: np.ndarray, mesh_ndim: int) -> list[tuple]:
-    """All placements of an operand; integers and booleans are never partial."""
+    """Return all placements of an operand. Integers and booleans are never partial."""
     single = [Replicate(), *(Shard(d) for d in range(array.ndim))]
     if np.issubdtype(array.dtype, np.floating):
         single.append(Partial())
@@ -28,7 +28,7 @@ def placements_of(array: np.ndarray, mesh_ndim: int) -> list[tuple]:
 
 
 def run_case(mesh_shape: tuple[int, ...], name: str) -> int:
-    """Try the case with many combinations of placements; return how many."""
+    """Check a case for many combinations of placements; return their number."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return 0

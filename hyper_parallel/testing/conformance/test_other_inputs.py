@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks with other inputs: an error on all of them in the first call, before anything is sent."""
+"""Tensor-parallel ranks with different inputs: all raise an error in the first call, before any communication."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WHOLE = Replicate()
 
 
 def sequential(**modules: Any) -> tuple[Any, Any]:
-    """A module that calls those below it one after the other, by name."""
+    """Return a module that calls the given submodules one after the other."""
     adapter = get_adapter()
     outer = Outer(**modules)
 
@@ -88,7 +88,7 @@ def given(ids: bool, what: str, odd: bool) -> Any:
 
 
 class Compared:
-    """Counts the comparisons of the ranks."""
+    """Count the comparisons of the ranks."""
 
     def __enter__(self) -> list[str]:
         self.steps: list[str] = []
@@ -146,7 +146,7 @@ def other_inputs(mesh: Any) -> dict[str, tuple[str, str, tuple[int, ...]]]:
 
 
 def by_name(mesh: Any) -> None:
-    """A plain input that is given by its name is compared too, once."""
+    """Check that a plain keyword input is compared too, and only once."""
     adapter = get_adapter()
     layer: Any = adapter.linear_module(4, 4)
     name = next(iter(inspect.signature(getattr(layer, "construct", None) or layer.forward).parameters))

@@ -1,5 +1,4 @@
-"""Ranks outside a mesh: a DTensor there is empty and does nothing, and an operation that needs values is an error that
-says so."""
+"""Ranks outside a mesh: a DTensor is empty there. An operation that needs values raises an error that says so."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ PLACEMENTS = [Shard(0), Shard(1), Replicate()]
 
 
 def mesh_and_whether_inside() -> tuple[Any, bool]:
-    """A mesh that rank 3 is not a part of. To be called on all four ranks."""
+    """Return a mesh without rank 3, and whether this rank is in it. All four ranks must call it."""
     mesh = DeviceMesh(None, [0, 1], mesh_dim_names=("tp",))
     return mesh, mesh.get_coordinate() is not None
 
@@ -63,7 +62,7 @@ def x_of(*shape: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------ empty
 def made(mesh: Any) -> list[Any]:
-    """All functions that make a DTensor, and those that need no values."""
+    """Check all functions that create a DTensor, and those that need no values."""
     adapter, at = get_adapter(), {"device_mesh": mesh, "placements": [Shard(0)]}
     found = [placed(mesh, p) for p in [*PLACEMENTS, Partial()]]
     found += [DTensor.from_local(x_of(), mesh, [p]) for p in PLACEMENTS]
@@ -89,7 +88,7 @@ def empties() -> None:
 
 
 def modules() -> None:
-    """Modules can be parallelised and distributed everywhere: the parameters outside are empty."""
+    """Check that modules can be parallelised and distributed on all ranks. Parameters outside of the mesh are empty."""
     mesh, inside = mesh_and_whether_inside()
     adapter, platform = get_adapter(), get_platform()
     for module in (

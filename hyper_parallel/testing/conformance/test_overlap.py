@@ -1,6 +1,6 @@
-"""Linear layers that leave their collective to the backend: the requests of core, and its use of the answer.
+"""Linear layers with `Fast.linear_with_collective`: core's calls of it, and core's use of the result.
 
-The backend's verb is replaced with one that is made of core's own steps, so that every backend runs this.
+The backend's verb is replaced by one made of core's own steps, so that every backend runs these tests.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ R = Replicate()
 
 @pytest.fixture(autouse=True)
 def a_platform_that_can() -> None:
-    """Skip on a platform without `Platform.fast`, which is asked for nothing."""
+    """Skip a test on a platform without `Platform.fast`."""
     if get_platform().fast is None:
         pytest.skip("this platform has no short ways")
 
 
 @contextmanager
 def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
-    """Inside, the platform's verb is ``answer``; gives the list of its arguments: (collective, dim, chunks)."""
+    """Replace the platform's verb by ``answer`` in a block. Yield the list of its calls: (collective, dim, chunks)."""
     fast, asked = mesh.platform.fast, []
 
     def verb(x: Any, weight: Any, how: LinearCollective) -> Any:
@@ -60,7 +60,7 @@ def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
 
 
 def by_steps(mesh: Any) -> Callable[..., Any]:
-    """The verb, made of core's steps."""
+    """Compute the verb by core's steps."""
     adapter = get_adapter()
 
     def answer(collective: str, x: Any, weight: Any, dim: int, record: Any) -> Any:
@@ -137,7 +137,7 @@ def test_distributed_output(pool: Any, name: str) -> None:
 
 @spmd.on_mesh()
 def left_alone(mesh: Any) -> None:
-    """Check that collectives run as before that the backend is not asked for, or refuses."""
+    """Check that core's own collective runs if the backend is not asked, or declines."""
     adapter = get_adapter()
 
     def counts(style: Any, sizes: tuple[int, int], x: Any, least: int = 0) -> tuple[dict[str, int], list[tuple]]:
@@ -201,7 +201,7 @@ def test_failing(pool: Any) -> None:
 
 @spmd.on_mesh()
 def parameters_elsewhere(mesh: Any) -> None:
-    """A parameter that something else has taken the place of, as parametrizations do."""
+    """Check a parameter that was replaced, as parametrizations do."""
     adapter = get_adapter()
     plan = {
         "linear_module": (lambda: adapter.linear_module(12, 8), [ColwiseParallel(), RowwiseParallel(input_layouts=R)]),
@@ -227,7 +227,7 @@ def test_parameters_elsewhere(pool: Any) -> None:
 
 
 def test_what_is_large_enough() -> None:
-    """4 Mi elements, as the documentation says."""
+    """Check the default minimum: 4 Mi elements, as documented."""
     assert inspect.signature(overlap_collectives).parameters["least"].default == 4_194_304
 
 

@@ -1,4 +1,4 @@
-"""Faults that other checks overlooked: each of these fails with a change of one line that all others survived."""
+"""Regression tests for faults that all other checks missed: each fails if one line of the library changes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def part(x: np.ndarray, mesh: Any, placement: Any) -> np.ndarray:
 # ---------------------------------------------------------------------- operands without dimensions
 @spmd.on_mesh()
 def scaled(mesh: Any, placement: Any, distributed: bool) -> None:
-    """A scale without dimensions, as `logit_scale` of CLIP: each rank computes a part of its gradient."""
+    """Check a 0-d scale, such as `logit_scale` of CLIP: each rank computes a partial gradient of it."""
     adapter = get_adapter()
     whole, scale = floats(5, 4), np.array(1.5, np.float32)
     weights = floats(5, 4)[::-1].copy()
@@ -52,7 +52,7 @@ def test_gradient_of_a_scale_without_dimensions(pool: Any, world_size: int, plac
 # ---------------------------------------------------------------------- calls that came before
 @spmd.on_mesh()
 def normalised(mesh: Any) -> None:
-    """Calls that differ in one number only, which is given by name; each twice, so that it is remembered."""
+    """Check calls that differ only in a number passed by keyword. Each runs twice, so that it is cached."""
     adapter = get_adapter()
     whole, weight, bias = floats(6, 4), floats(4) + 2.0, floats(4)
     x = distribute_tensor(adapter.tensor(whole), mesh, [S0])
@@ -71,8 +71,10 @@ def test_epsilon_of_a_remembered_call(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------- caches of a tensor, and writes into it
 @spmd.on_mesh()
 def written_after_it_was_gathered(mesh: Any) -> None:
-    """Write to a tensor after an all-gather that serves two kinds of consumers. The second kind must see the new
-    values."""
+    """Check a write to a tensor after an all-gather for two kinds of consumers.
+
+    The second kind must see the new values.
+    """
     adapter = get_adapter()
     whole, weight, factor = floats(6, 4), floats(8, 4), floats(6, 4)[::-1] + 2.0
     weights = floats(6, 8)
@@ -97,8 +99,10 @@ def test_write_after_gathering(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def written_between_two_layers(mesh: Any, shape: tuple[int, ...]) -> None:
-    """A plain tensor that two layers by columns read, with a write in between. Each reads it through a view that is
-    kept on the tensor. The first one's view does not serve the second, which knows nothing of the write."""
+    """Check a plain tensor that is written between reads by two column-parallel layers.
+
+    Each layer reads it through a cached view. The view of the first layer must not be used by the second.
+    """
     adapter = get_adapter()
     whole = floats(*shape)
     single, sharded = (adapter.load(adapter.linear_module(shape[-1], 6), np.random.default_rng(5)) for _ in range(2))
@@ -130,7 +134,7 @@ def test_write_between_two_layers(pool: Any, world_size: int, shape: tuple[int, 
 # ---------------------------------------------------------------------- reductions
 @spmd.on_mesh()
 def tied(mesh: Any, op: str, target: Any) -> None:
-    """Ranks that hold the same largest value share its gradient evenly, wherever and however many they are."""
+    """Check that ranks with equal largest values get equal parts of its gradient, for any number of ranks."""
     adapter = get_adapter()
     size, rank = mesh.size(), mesh.get_local_rank()
     parts = np.random.default_rng(1).integers(-1, 2, (size, 5, 4)).astype(np.float32)
@@ -158,7 +162,10 @@ def test_ties(pool: Any, world_size: int, op: str, target: Any) -> None:
 
 @spmd.on_mesh()
 def added_to_an_average(mesh: Any) -> None:
-    """Add to an average, which makes n equal parts of the addend. Its gradient is whole, and a part's is 1/n of it."""
+    """Check an addition to an average, which divides the addend into n equal parts.
+
+    The gradient of each part is 1/n of the full one.
+    """
     adapter = get_adapter()
     size, rank = mesh.size(), mesh.get_local_rank()
     parts = np.random.default_rng(1).standard_normal((size, 4, 3)).astype(np.float32)
@@ -183,7 +190,7 @@ def test_what_is_added_to_an_average(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------- embedding and attention
 @spmd.on_mesh()
 def padded(mesh: Any, padding: int, placement: Any) -> None:
-    """The row of the padding gets no gradient, counted from either end, on whichever rank it lies."""
+    """Check that the row of the padding index gets no gradient, for positive and negative indices, on any rank."""
     adapter = get_adapter()
     vocabulary = 7
     weight, weights = floats(vocabulary, 4), floats(2, 9, 4)
@@ -211,7 +218,7 @@ def test_padding_from_either_end(pool: Any, world_size: int, placement: Any, pad
 
 @spmd.on_mesh()
 def few_heads(mesh: Any, dim: int) -> Any:
-    """Attention with fewer heads, or batch elements, than ranks."""
+    """Check attention with fewer heads, or fewer batch elements, than ranks."""
     adapter = get_adapter()
     arrays = [np.random.default_rng(i).standard_normal((2, 2, 5, 4)).astype(np.float32) for i in range(4)]
     *inputs, weights = arrays

@@ -1,4 +1,4 @@
-"""Parts of unequal size that ranks bring, to `local_map` and `DTensor.from_local`, and gradients left as summands."""
+"""Shards of unequal size in `local_map` and `DTensor.from_local`, and partial gradients that are not reduced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = (4, 5, 1, 0) if everything() else (5, 1)
 
 
 def _compare_mapped(mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...]) -> None:
-    """A function that squares its part and lays another one on its side."""
+    """Check a function that squares its shard and concatenates another one."""
     adapter, x, weights = get_adapter(), floats(*shape), floats(*shape)
     layout = get_layout(mesh, placements, shape)
     turned = tuple(p.with_dim(1 - p.dim) if isinstance(p, Shard) else p for p in placements)
@@ -77,7 +77,8 @@ def mapped_on_a_grid(mesh: Any) -> None:
 
 @on_ranks(1, 2, 3, 4)
 def test_uneven_local_map(pool: Any, world_size: int) -> None:
-    """The global shape follows from the results of all ranks, and gradients are the single device's."""
+    """Check that the global shape follows from the results of all ranks, and that gradients equal the single
+    device's."""
     pool.run(world_size, mapped_in_a_row)
     if world_size >= 3:
         pool.run(4, mapped_on_a_grid)
@@ -85,7 +86,7 @@ def test_uneven_local_map(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def wrong_results(mesh: Any) -> list[str]:
-    """Results that are no parts of one tensor: an error on every rank, and the ranks go on."""
+    """Check results that do not form one tensor: every rank raises, and the ranks continue."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     x = DTensor.from_local(adapter.tensor(floats(2, 2)), mesh, [S0])
 
@@ -115,7 +116,7 @@ def test_wrong_results_of_local_map(pool: Any) -> None:
     assert first[:4] == others[0][:4] == others[1][:4]
     for text in first[:4]:
         assert "RankMismatchError result 0 of local_map(" in text
-        assert "Pass parts with the sizes of distribute_tensor" in text
+        assert "Pass shards with the sizes that distribute_tensor gives" in text
     assert "of shape (4, 2), where rank 0 has (2, 2) (rank 0: (1, 2); rank 1: (1, 2); rank 2: (2, 2))" in first[0]
     assert "TypeError" in first[4] and "ValueError" in first[5]
     assert "is wrong on rank 1: see the error of that rank" in first[6] and "TypeError" in others[0][6]
@@ -127,7 +128,7 @@ def test_wrong_results_of_local_map(pool: Any) -> None:
 
 @spmd.on_mesh()
 def wrong_parts(mesh: Any) -> list[str]:
-    """A part that does not fit on some ranks: an error on all of them, and the ranks go on."""
+    """Check a shard that does not fit on some ranks: all ranks raise, and continue."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     given: dict[str, tuple[tuple[int, ...], Any, tuple[int, ...]]] = {
         "a wrong part": ((2, 2 + rank), S1, (2, 7)),
@@ -158,7 +159,7 @@ def test_wrong_parts(pool: Any) -> None:
 
 # ---------------------------------------------------------------------- gradients left as summands
 def _consumers(mesh: Any, placements: tuple[Any, ...]) -> dict[str, Any]:
-    """Functions of a whole matrix, plain or distributed, whose gradients come back in different ways."""
+    """Return functions of a full matrix, plain or distributed, with different placements of their gradients."""
     adapter = get_adapter()
     w = floats(4, 6)
 
@@ -223,7 +224,8 @@ def summands_on_a_grid(mesh: Any) -> None:
 
 @on_ranks(1, 3)
 def test_gradients_left_as_summands(pool: Any, world_size: int) -> None:
-    """`grad_placements=[Partial()]`: each rank keeps its own summand, and backward sends nothing."""
+    """Check ``grad_placements=[Partial()]``: each rank keeps its partial gradient, and backward does not
+    communicate."""
     pool.run(world_size, summands_in_a_row)
     if world_size == 3:
         pool.run(4, summands_on_a_grid)
@@ -231,7 +233,10 @@ def test_gradients_left_as_summands(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def summands_of_a_style(mesh: Any) -> tuple[np.ndarray, dict[str, int]]:
-    """A layer by columns that is given such a DTensor, in its short way too: the gradient of a rank's own columns."""
+    """Check a column-parallel layer with such a DTensor as input, also on its fast path.
+
+    Each rank keeps the partial gradient from its own output features.
+    """
     adapter, x = get_adapter(), floats(3, 4)
     layer = adapter.load(adapter.linear_module(4, 6), np.random.default_rng(1))
     parallelize_module(layer, mesh, ColwiseParallel())

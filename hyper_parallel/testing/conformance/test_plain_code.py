@@ -1,4 +1,5 @@
-"""Plain code between styled modules, followed: wrong programs are found at their line, right ones raise no alarm."""
+"""`check_plain_code` on programs with plain code between styled modules: wrong lines are found, right ones raise no
+alarm."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ MLP = {"up": C(), "down": W()}
 
 
 def program(run: Callable[..., Any], modules: dict[str, Any]) -> Any:
-    """A module whose forward is ``run(module, x, adapter)``, with submodules that are made as adapters make them."""
+    """Return a module whose forward is ``run(module, x, adapter)``, with submodules from functions of an adapter."""
     adapter = get_adapter()
 
     def forward(self: Any, x: Any) -> Any:
@@ -74,7 +75,7 @@ UP_DOWN = {"up": linear(8, 24), "down": linear(24, 8)}
 
 @dataclass
 class Case:
-    """A program and its finding.
+    """A program and the expected finding.
 
     Attributes:
         run: ``run(module, x, adapter)``. The line that is to be found ends in ``# found``; else it is the only one.
@@ -93,7 +94,7 @@ class Case:
 
     @property
     def line(self) -> int:
-        """The line of the file that is to be found."""
+        """Return the line of this file that the check must find."""
         lines, first = inspect.getsourcelines(self.run)
         marked = [i for i, text in enumerate(lines) if "# found" in text]
         return first + marked[0] if marked else first
@@ -104,13 +105,13 @@ def heads(x: Any, size: int) -> tuple[int, ...]:
 
 
 def fused(module: Any, x: Any, a: Any) -> Any:
-    """Attention without a softmax, whose query, key and value are one matrix, taken apart by chunk."""
+    """Attention without softmax, with query, key and value in one weight, separated by chunk."""
     q, k, v = a.chunk(module.up(x), 3, -1)  # found
     return module.down(a.silu(q) * k * v)
 
 
 def sliced(module: Any, x: Any, a: Any) -> Any:
-    """The same, taken apart by slices of the sizes that are here."""
+    """Attention as in `fused`, separated by slices with local sizes."""
     y = module.up(x)
     n = y.shape[-1] // 3
     q, k, v = y[..., :n], y[..., n : 2 * n], y[..., 2 * n :]
@@ -118,27 +119,27 @@ def sliced(module: Any, x: Any, a: Any) -> Any:
 
 
 def in_heads(module: Any, x: Any, a: Any) -> Any:
-    """A norm inside of heads."""
+    """A norm inside attention heads."""
     q = module.norm(a.reshape(module.up(x), heads(x, 6)))
     return module.down(a.reshape(q, (*x.shape[:2], -1)))
 
 
 def one_token(module: Any, x: Any, a: Any) -> Any:
-    """Keys behind those of a cache: of one head of one token, either dimension could be the one that is cut."""
+    """Keys appended to those of a cache, for one head and one token: either dimension could be the sharded one."""
     past, last = (module.norm(a.transpose(a.reshape(module.up(y), heads(y, 6)), 1, 2)) for y in (x, x[:, :1]))
     k = a.transpose(a.cat((past, last), 2), 1, 2)
     return module.down(a.reshape(k, (x.shape[0], x.shape[1] + 1, -1)))
 
 
 def normed(module: Any, x: Any, a: Any) -> Any:
-    """Heads of which the norm is written out."""
+    """A norm inside heads, written out in elementary operations."""
     y = a.reshape(module.up(x), heads(x, 6))
     y = y * module.norm.weight  # found
     return module.down(a.reshape(y, (*x.shape[:2], -1)))
 
 
 def latent(module: Any, x: Any, a: Any) -> Any:
-    """A part of the keys that all heads share, as in attention with latent keys and values."""
+    """Attention with latent keys and values, and a part of the keys that all heads share."""
     q = a.reshape(module.up(x), heads(x, 6))
     given = module.shared(x)
     shared = a.reshape(given[..., 2:], (*x.shape[:2], 1, 4))
@@ -147,13 +148,13 @@ def latent(module: Any, x: Any, a: Any) -> Any:
 
 
 def gated(module: Any, x: Any, a: Any) -> Any:
-    """A gate that is the same on all ranks, and multiplies parts."""
+    """A gate that is equal on all ranks, multiplied by shards."""
     gate = a.sigmoid(a.sum(module.gate(x), -1, True))
     return module.down(module.up(x) * gate)  # found
 
 
 def attention(module: Any, x: Any, a: Any) -> Any:
-    """Heads by a view, transposed, and put together again."""
+    """Attention with heads that are separated by a view, transposed and merged again."""
     q, k, v = (a.transpose(a.reshape(p(x), heads(x, 6)), 1, 2) for p in (module.wq, module.wk, module.wv))
     weights = a.softmax(a.matmul(q, a.transpose(k, -2, -1)) * 6**-0.5, -1)
     y = a.transpose(a.matmul(weights, v), 1, 2)
@@ -161,7 +162,7 @@ def attention(module: Any, x: Any, a: Any) -> Any:
 
 
 def merged(module: Any, x: Any, a: Any) -> Any:
-    """Heads that are merged with the batch, and with the tokens behind them, and taken apart again."""
+    """Heads that are merged with the batch, and with the tokens, and separated again."""
     b, t = x.shape[:2]
     y = a.transpose(a.reshape(module.up(x), (b, t, -1, 6)), 1, 2)
     h = y.shape[1]
@@ -173,7 +174,7 @@ def merged(module: Any, x: Any, a: Any) -> Any:
 
 
 def scored(module: Any, x: Any, a: Any) -> Any:
-    """Attention whose scores are products of heads that are merged with the batch."""
+    """Attention whose scores are products of heads merged with the batch."""
     b, t = x.shape[:2]
     q, k, v = (a.transpose(a.reshape(p(x), heads(x, 6)), 1, 2) for p in (module.wq, module.wk, module.wv))
     h = q.shape[1]
@@ -183,33 +184,33 @@ def scored(module: Any, x: Any, a: Any) -> Any:
 
 
 def positions(module: Any, x: Any, a: Any) -> Any:
-    """Positions from 0 on every rank, added to a part of the sequence."""
+    """A wrong program: positions start from 0 on every rank, and are added to a shard of the sequence."""
     y = module.norm(module.down(a.relu(module.up(x))))
     return y + module.table.weight[: y.shape[1]]  # found
 
 
 def forgotten(module: Any, x: Any, a: Any) -> Any:
-    """The first token of a sequence of which each rank has a part."""
+    """A wrong program: it selects the first token of a sharded sequence."""
     y = module.norm(module.down(a.relu(module.up(x))))
     return y[:, 0]  # found
 
 
 def routed(module: Any, x: Any, a: Any) -> Any:
-    """The tokens of a part of each sequence, in one dimension, through a layer that takes them one by one."""
+    """The tokens of a sequence shard, flattened to one dimension, through a layer that treats tokens separately."""
     y = module.norm(module.down(a.relu(module.up(x))))
     scores = a.call(module.router, a.reshape(y, (-1, 8)))
     return module.out(y + a.reshape(scores, tuple(y.shape)))
 
 
 def gathered_rows(module: Any, x: Any, a: Any) -> Any:
-    """The same tokens, which a layer gathers rank by rank: an order of its own."""
+    """The same tokens through a layer that gathers them rank by rank, which changes their order."""
     y = module.norm(module.down(a.relu(module.up(x))))
     rows = a.reshape(y, (-1, 8))
     return x + a.reshape(a.call(module.router, rows), tuple(x.shape))  # found
 
 
 def shared_heads(module: Any, x: Any, a: Any) -> Any:
-    """Query heads that share keys and values, without a softmax: all of them, or as many as a rank has."""
+    """Query heads that share keys and values, without softmax. The number of heads is global or local."""
     q = a.reshape(module.wq(x), heads(x, 6))
     k, v = (a.reshape(p(x), heads(x, 6)) for p in (module.wk, module.wv))
     times = q.shape[2] // k.shape[2]
@@ -315,7 +316,7 @@ RIGHT = {
 
 @spmd.on_mesh()
 def followed(mesh: Any, table: str, name: str) -> Any:
-    """The findings in a program, as tuples, and the operations that could not be followed."""
+    """Return the findings in a program as tuples, and the operations that could not be followed."""
     case = (WRONG if table == "wrong" else RIGHT)[name]
     adapter = get_adapter()
     model = program(case.run, case.modules)
@@ -355,7 +356,7 @@ def test_right_programs_raise_no_alarm(pool: Any, name: str) -> None:
 
 @spmd.on_mesh()
 def the_same_numbers(mesh: Any, name: str) -> Any:
-    """Findings and collectives of a program that `compare` compares with a single device while it is followed."""
+    """Compare a program with a single device while it is followed. Return its findings and collectives."""
     case = RIGHT[name]
     build, plan, x = lambda adapter: program(case.run, case.modules), case.plan, floats(*case.shape)
     usual = compare(build, plan, x, mesh)
@@ -391,7 +392,7 @@ def test_a_sequence_parallel_block(pool: Any, local_between: bool) -> None:
 
 @spmd.on_mesh(names=("tp",))  # which all ranks of the pool make: `compare_on_ranks` finds it again
 def planned(mesh: Any, name: str) -> Any:
-    """The report of `check_plan`, and that of `explain`."""
+    """Return the reports of `check_plan` and of `explain`."""
     case = (RIGHT | WRONG)[name]
     x = floats(*case.shape)
     platform, sent = get_platform(), pickle.dumps((Maker(name), case.plan, (x,), {}, None, True))
@@ -403,7 +404,7 @@ def planned(mesh: Any, name: str) -> Any:
 
 @dataclass
 class Maker:
-    """A function that makes the model of a case, which other processes can be given."""
+    """A picklable function that makes the model of a case."""
 
     name: str
 
@@ -443,7 +444,7 @@ def odd_corners(mesh: Any) -> None:
     cut = PackedShard(-1, (3, 5))
     packed = program(lambda m, x, a: m.down(x), {"down": linear(8, 8)})
     parallelize_module(packed, mesh, {"down": W(packed=(3, 5), input_layouts=cut)})
-    with fails(ValueError, "the weight takes"), check_plain_code(packed):
+    with fails(ValueError, "shard of the weight takes"), check_plain_code(packed):
         adapter.call(packed, adapter.tensor(floats(2, 7)))
 
     # Parts of unequal size are not followed, on no rank.
@@ -483,7 +484,7 @@ def test_odd_corners(pool: Any) -> None:
 
 @contextmanager
 def checked(value: str = "") -> Iterator[None]:
-    """Inside, first calls of models are followed, as they are by default, or not, with the value "0"."""
+    """Set ``HYPER_PARALLEL_CHECK`` inside this context: models are followed in their first call, except with "0"."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = value
     try:
@@ -495,7 +496,7 @@ def checked(value: str = "") -> Iterator[None]:
 
 
 def parts_in_and_out(made: Callable[..., Any], x: np.ndarray) -> None:
-    """Blocks of which each rank gets and gives a part of the sequence: two by themselves, one after another."""
+    """Check blocks that get and return a shard of the sequence: each alone, and one after the other."""
     adapter, platform = get_adapter(), get_platform()
 
     def block(module: Any, x: Any, a: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`PrepareModuleInput` and its like in a batch that is a DTensor over data-parallel ranks."""
+"""`PrepareModuleInput` and similar styles with a batch that is a DTensor over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ R, SEQUENCE = Replicate(), Shard(1)
 
 
 def of_sequence(local: bool) -> dict[str, Any]:
-    """A plan with sequence parallelism between all modules: by plain tensors, or by DTensors."""
+    """Return a plan with sequence parallelism between all modules, by plain tensors or by DTensors."""
     return {
         "": PrepareModuleInputOutput(
             input_layouts=R,
@@ -105,7 +105,7 @@ def test_sequence_parallel_block(pool: Any, rows: int, replicated: bool, local: 
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def prepared(mesh: Any, rows: int) -> None:
-    """Inputs and outputs by themselves: how they lie over dp stays as it is, and no parameters are needed for it."""
+    """Check the styles without a model: placements over dp are unchanged, and no parameters are needed."""
     adapter, dp, tp, everyone = get_adapter(), mesh["dp"], mesh["tp"], mesh._flatten("everyone")
     whole = np.random.default_rng(3).standard_normal((rows, 4, 2)).astype(np.float32)
 
@@ -150,7 +150,7 @@ def prepared(mesh: Any, rows: int) -> None:
 
     # A part of a part is no part of the batch that a plain tensor could be; sums over dp are no batch.
     inside = styled(PrepareModuleInput(input_layouts=R, desired_input_layouts=Shard(0), use_local_output=True))
-    with fails(ValueError, "return a plain shard, placed [Shard(dim=0)]", "use_local_output=False"):
+    with fails(ValueError, "also places it [Shard(dim=0)]", "use_local_output=False"):
         adapter.call(inside, batch([Shard(0)]))
     first_tp, packed = [StridedShard(0, 2), Shard(0)], [StridedShard(2, 2), PackedShard(2, (1, 1))]
     for x in (batch([Partial()]), batch(first_tp, mesh), batch(packed, mesh), batch([R], everyone)):
@@ -165,7 +165,7 @@ def test_inputs_and_outputs(pool: Any, rows: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def between_modules(mesh: Any, rows: int) -> None:
-    """DTensors on both dimensions between styled modules, over an input that is cut along the sequence."""
+    """Check DTensors on both dimensions between styled modules, with an input sharded along the sequence."""
     adapter = get_adapter()
 
     def shard(mlp: Any) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers: whatever is sharded gets the numbers that a single device draws for it."""
+"""Random numbers: a sharded tensor gets the numbers that a single device draws for it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MESHES = [(1,), (2,), (3,), (4,), (2, 2)]
 
 
 def run_dropout(mesh_shape: tuple[int, ...], rows: int) -> None:
-    """Two layers of dropout, one after the other, on every placement."""
+    """Check two dropout layers in sequence, for every placement."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
@@ -134,7 +134,8 @@ def test_factories(pool: Any, mesh: tuple[int, ...], rows: int) -> None:
 
 
 def agree(mesh_shape: tuple[int, ...], first: str) -> None:
-    """Ranks whose generators differ draw as the first one, from the first random operation on the mesh."""
+    """Check that ranks with different generators draw as the first rank, from the first random operation on the
+    mesh."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
@@ -183,7 +184,7 @@ def test_manual_seed(pool: Any, world_size: int) -> None:
 
 
 def apart(mesh_shape: tuple[int, ...]) -> None:
-    """One rank draws a number more after the first random operation: values that are equal on all ranks stay equal."""
+    """Check a rank that draws one more number than the others: replicated values remain equal on all ranks."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
@@ -234,7 +235,7 @@ def test_ranks_that_come_apart_agree(pool: Any, mesh: tuple[int, ...]) -> None:
 
 
 def transposed(mesh_shape: tuple[int, ...]) -> None:
-    """Check that numbers go to elements by the order in memory, as on a single device."""
+    """Check that numbers are assigned to elements in memory order, as on a single device."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return

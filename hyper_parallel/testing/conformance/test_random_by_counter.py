@@ -1,4 +1,4 @@
-"""Random numbers by counter: each rank draws its part only, whatever the placements and the number of ranks."""
+"""Counter-based random numbers: each rank draws only its shard, for any placements and number of ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def job(*shape: int, names: tuple[str, ...] | None = None) -> Callable[[Callable
 
 
 def drawn_in_numpy(platform: Any, kind: str, shape: tuple[int, ...], draws: int) -> list[np.ndarray]:
-    """The next whole tensors of float32, by NumPy, of keys that the default generator gives."""
+    """Return the next full tensors of float32, computed by NumPy from keys of the default generator."""
     found = []
     for _ in range(draws):
         key = np.frombuffer(platform.bytes_of(platform.counter_key()), np.float32)
@@ -60,7 +60,7 @@ def drawn_in_numpy(platform: Any, kind: str, shape: tuple[int, ...], draws: int)
 
 
 def run_draws(mesh_shape: tuple[int, ...]) -> None:
-    """Factories, `rand_like` and dropout on every placement equal NumPy's results for the same keys."""
+    """Check that factories, `rand_like` and dropout equal NumPy's results for the same keys, for every placement."""
     job(*mesh_shape)(draw_all)()
 
 
@@ -93,7 +93,7 @@ def check_factories(mesh: Any, shape: tuple[int, ...]) -> None:
 
 
 def runs_on_shards(function: Any, x: Any) -> bool:
-    """Return whether a function has a sharding rule; one without draws without it."""
+    """Return whether a function has a sharding rule. Functions without one are drawn on gathered operands."""
     try:
         with strict():
             function(x)
@@ -103,7 +103,7 @@ def runs_on_shards(function: Any, x: Any) -> bool:
 
 
 def check_dropout(mesh: Any, shape: tuple[int, ...]) -> None:
-    """Two layers of dropout: values, gradients, and the communication, which is of keys alone."""
+    """Check two dropout layers: values, gradients, and communication, which sends only keys."""
     adapter, whole, weights = get_adapter(), floats(*shape) + 3, floats(*shape)
     mesh.platform.manual_seed(11)
     first, second = drawn_in_numpy(mesh.platform, "uniform", shape, 2)
@@ -135,7 +135,7 @@ def test_numbers_depend_on_no_layout(pool: Any, mesh: tuple[int, ...]) -> None:
 
 @job()
 def requested(mesh: Any) -> None:
-    """Check requests for the generator, and their end."""
+    """Check that `manual_seed` switches counter-based drawing on and off."""
     adapter, options = get_adapter(), {"device_mesh": mesh, "placements": [S0]}
 
     def drawn(how: Callable[[int, Any], None]) -> np.ndarray:
@@ -158,13 +158,13 @@ def requested(mesh: Any) -> None:
     double = hyper_parallel.rand(8, 2, dtype=dtypes["float64"], **options)
     assert double.dtype == wanted
     assert 0 <= adapter.numpy(double).min() < adapter.numpy(double).max() < 1
-    with pytest.raises(TypeError, match="cannot be drawn by counter"):
+    with pytest.raises(TypeError, match="draws no numbers of"):
         hyper_parallel.rand(8, 2, dtype=dtypes["int64"], **options)
 
 
 @job(2, 2, names=("dp", "tp"))
 def requested_on_slices(mesh: Any) -> None:
-    """A request is for the mesh and its slices; a request for a slice has priority."""
+    """Check that a request applies to the mesh and its slices, and that a request for a slice has priority."""
     dp, tp = mesh["dp"], mesh["tp"]
 
     def by_counter() -> list[bool]:
@@ -187,7 +187,7 @@ def requested_on_slices(mesh: Any) -> None:
 
 @job()
 def come_apart(mesh: Any) -> None:
-    """One rank draws a number more: values that are equal on all ranks stay equal."""
+    """Check a rank that draws one more number than the others: replicated values remain equal on all ranks."""
     adapter, platform = get_adapter(), mesh.platform
     x = DTensor.from_local(adapter.tensor(floats(8, 6) + 3), mesh, [R])
     seed(3, mesh)
@@ -209,7 +209,7 @@ def test_on_request(pool: Any, world_size: int) -> None:
 
 @job()
 def saved(mesh: Any) -> tuple[dict[str, Any], np.ndarray]:
-    """The state between two draws, and the numbers after it."""
+    """Check the saved generator state between two draws, and the numbers after loading it."""
     seed(9, mesh)
     options = {"device_mesh": mesh, "placements": [S0]}
     hyper_parallel.rand(5, 3, **options)
@@ -246,7 +246,8 @@ def test_resume_with_other_ranks(pool: Any) -> None:
 
 @job()
 def distribution(mesh: Any) -> None:
-    """Mean, variance, how often bits are set; neighbours, and draws one after the other, have nothing in common."""
+    """Check mean, variance and frequency of bits, and that neighbouring numbers and successive draws are
+    uncorrelated."""
     adapter, n = get_adapter(), 1 << 18
     seed(1, mesh)
     options = {"device_mesh": mesh, "placements": [S0]}

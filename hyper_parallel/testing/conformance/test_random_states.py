@@ -1,5 +1,7 @@
-"""`RandomState` from each mesh to each other: tensor-parallel ranks draw the same numbers, and changed numbers are told
-once."""
+"""`RandomState` loaded from each mesh on each other one.
+
+Tensor-parallel ranks draw the same numbers. One warning reports changed random numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check_ranks`: ranks that are about to do different things all raise, and the error names the ranks and the
+"""`check_ranks`: if ranks are about to do different things, all raise an error that names the ranks and the
 difference."""
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hyper_parallel.testing.spmd import device_mesh, on_mesh
 
 
 def error_of(mesh: Any, job: Callable[[], Any]) -> tuple[str, str, tuple[int, ...]]:
-    """Type, message and ranks of the error of ``job`` inside `check_ranks`."""
+    """Return type, message and ranks of the error of ``job`` inside `check_ranks`."""
     try:
         with check_ranks(mesh):
             job()
@@ -48,7 +48,7 @@ def tensor(mesh: Any, *shape: int, dtype: str = "float32") -> Any:
 
 @on_mesh()
 def different_steps(mesh: Any) -> dict[str, tuple]:
-    """Each time rank 1 does something else."""
+    """Check cases in which rank 1 does a different step."""
     rank = mesh.get_local_rank()
     manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
@@ -116,7 +116,7 @@ def test_each_difference_is_named(pool: Any) -> None:
 
 @on_mesh()
 def different_plans(mesh: Any) -> dict[str, tuple]:
-    """Rank 2 has another plan, another model, another keyword."""
+    """Check rank 2 with another plan, another model, and another keyword."""
     rank, made = mesh.get_local_rank(), get_adapter()
     manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 
@@ -163,7 +163,7 @@ def test_different_plans_and_models_are_named(pool: Any) -> None:
 
 @on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensions(mesh: Any) -> dict[str, tuple]:
-    """Rows of a mesh may hold batches of different length; the ranks of one row may not."""
+    """Check that rows of a mesh may have batches of different length, but ranks of one row may not."""
     dp, tp = mesh.get_coordinate()
 
     def reduce(length: int, along: Any = mesh["tp"]) -> None:
@@ -194,7 +194,7 @@ def test_rows_of_a_mesh_are_compared_by_themselves(pool: Any) -> None:
 
 @on_mesh()
 def whole_step(mesh: Any) -> list:
-    """A step inside `check_ranks` gives the same result as outside, and no more collectives are counted."""
+    """Check that a step inside `check_ranks` gives the same result as outside, with the same counted collectives."""
     made, results = get_adapter(), []
     manual_seed(0, mesh)
     for inside in (False, True):

@@ -1,4 +1,4 @@
-"""Refusals that other tests do not come to: of one class and one text on all ranks, before anything is sent."""
+"""Errors that no other test reaches: with the same class and text on all ranks, before any communication."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def wrong_uses(mesh: Any) -> dict[str, Any]:
 
 
 def _of_optimizers(platform: Any) -> dict[str, Any]:
-    """Refusals of optimizers, none where the framework has no optimizers."""
+    """Return wrong calls of optimizers; none if the framework has no optimizers."""
     adapter = get_adapter()
     model, other = adapter.linear_module(4, 4), adapter.Mlp(4, 4)
     optimizer = adapter.optimizer(model, "adamw", 0.1)[0] if hasattr(adapter, "optimizer") else None
@@ -77,7 +77,7 @@ def _of_optimizers(platform: Any) -> dict[str, Any]:
 
 
 def _taken_while_gathered(mesh: Any) -> None:
-    """A parameter is replaced while the gather of the old one is pending."""
+    """Replace a parameter while its all-gather is pending."""
     adapter = get_adapter()
     unit: Any = fully_shard(adapter.linear_module(4, 4), mesh=mesh)
     handle = unit.unshard(async_op=True)
@@ -100,7 +100,7 @@ def test_a_parameter_that_is_replaced_while_it_is_gathered(pool: Any) -> None:
 
 
 def saved_without_the_others(directory: str) -> str:
-    """Each rank alone saves a tensor that is on both."""
+    """Save a tensor that is sharded over two ranks, on each of the ranks alone."""
     whole, alone = DeviceMesh(None, [0, 1]), [DeviceMesh(None, [rank]) for rank in range(2)]
     if whole.get_coordinate() is None:  # a rank of the pool that was not asked for, which takes part in making groups
         return ""
@@ -114,7 +114,7 @@ def saved_without_the_others(directory: str) -> str:
 
 def test_what_some_ranks_save(pool: Any, tmp_path: Path) -> None:
     for rank, text in enumerate(pool.run(2, saved_without_the_others, str(tmp_path))):
-        assert f"are held by none of the saving ranks [{rank}]: let all ranks of the mesh save" in text
+        assert f"the saving ranks [{rank}] do not hold all of its shards: let all ranks of the mesh save" in text
     assert not any(tmp_path.iterdir()), "nothing was written"
 
 

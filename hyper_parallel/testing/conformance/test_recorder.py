@@ -1,4 +1,4 @@
-"""Every collective is announced with its kind, its module and its direction."""
+"""The recorder: every collective is reported with its kind, module and direction."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def summary(event: CollectiveEvent) -> tuple:
 
 @on_mesh()
 def of_a_model(mesh: Any) -> tuple[int, list[tuple]]:
-    """The collectives of a step: the input gathered, the hidden layer's sum scattered, and their way back."""
+    """Check the collectives of a step: the input's all-gather, the reduce-scatter of the hidden layer, and their
+    backward."""
     adapter = get_adapter()
     model = adapter.load(adapter.Mlp(4, 8), np.random.default_rng(5))
     plan = {
@@ -103,7 +104,7 @@ def test_details(pool: Any) -> None:
 
 @on_mesh()
 def listeners_may_refuse(mesh: Any) -> None:
-    """Check that an exception of a listener comes instead of the collective."""
+    """Check that an exception of a listener prevents the collective."""
 
     def refuse(event: CollectiveEvent) -> None:
         raise ValueError(f"no {event.kind} here")

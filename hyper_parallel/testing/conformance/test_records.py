@@ -1,4 +1,4 @@
-"""Records of runs: a model spread over ranks and on one device, and that recording changes nothing."""
+"""Records of distributed runs and single-device runs, and that recording changes nothing."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ SEQUENCE = {
 
 
 class Spread:
-    """A block that is spread over ranks in one way, and the rows of the batch that are this rank's."""
+    """A block distributed in one way, and this rank's rows of the batch."""
 
     def __init__(self, way: str) -> None:
         adapter = get_adapter()
@@ -81,7 +81,7 @@ class Spread:
 
 
 def train(way: str, folder: str | None, rate: float = 1e-2) -> list[bytes] | None:
-    """Two steps, recorded where there is a folder. Returns the losses and gradients, as bytes."""
+    """Train for two steps, recorded if ``folder`` is given. Return losses and gradients as bytes."""
     adapter, platform = get_adapter(), get_platform()
     spread = Spread(way)
     if not spread.there:
@@ -119,7 +119,7 @@ def run_and_record(ways: list[str], folder: str) -> None:
 
 
 def observed() -> bool:
-    """Return whether the backend tells of steps and gradients."""
+    """Return whether the backend reports steps and gradients."""
     return type(get_platform()).watch_steps is not ObservationRole.watch_steps
 
 
@@ -142,7 +142,7 @@ def test_spread_and_on_one_device(pool: Any, ways: tuple[str, ...], tmp_path: Pa
 
 
 def quietly(way: str, folder: str) -> Any:
-    """Train without and with a record: both results, and the collectives of both."""
+    """Train without and with a record; return both results and the collectives of both."""
     results, counts = [], []
     for recorded in (None, folder):
         with CommDebugMode() as comm:
@@ -153,6 +153,6 @@ def quietly(way: str, folder: str) -> Any:
 
 @pytest.mark.parametrize("way", in_gate(["tensor", "sequence", "2d"], ["2d"]))
 def test_recording_changes_nothing(pool: Any, way: str, tmp_path: Path) -> None:
-    """Losses and gradients are the same bits, and the collectives the same."""
+    """Check that losses and gradients are bitwise equal, and that collectives are the same."""
     for same, as_many, count, outside in pool.run(4, quietly, way, str(tmp_path)):
         assert same and as_many and (outside or count > 0)

@@ -1,4 +1,4 @@
-"""Every transition on 1-D and 2-D meshes, even and uneven: values, gradients, collectives."""
+"""Every transition on 1-D and 2-D meshes, with even and uneven shards: values, gradients, collectives."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def listed_steps(mesh: Any) -> None:
 
 
 def test_steps_are_those_of_the_list(pool: Any) -> None:
-    """Other interpreters of programs read the step of each cotangent in the list."""
+    """Check core's steps against `STEPS`, from which compilers read the step of each cotangent."""
     pool.run(1, listed_steps)
 
 
 def run_transition(mesh_shape: tuple[int, ...], shape: tuple[int, ...], source: Any, target: Any) -> Any:
-    """Redistribute, weigh, sum: check value, placements and the gradient of the local tensor; count collectives."""
+    """Redistribute a tensor. Check value, placements and the gradient of the local tensor; return the collectives."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return None
@@ -138,8 +138,7 @@ def test_two_dimensional_mesh(pool: Any, shape: tuple[int, ...], chunk: int) -> 
 
 @spmd.on_mesh()
 def prices(mesh: Any) -> None:
-    """Check the price of a step, by which strategies are compared: elements that a rank moves, and one for the
-    collective."""
+    """Check the cost of a step, by which strategies are compared: moved elements, plus one per collective."""
     n = mesh.size()
     shards = get_layout(mesh, (S0,), (12, 8))
     summands = get_layout(mesh, (P,), (12, 8))
@@ -162,7 +161,7 @@ def test_prices(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def broadcasts(mesh: Any) -> None:
-    """Broadcasts run by the backend's own one, or, where it says that it has none, by gathering."""
+    """Check broadcasts by the backend's own collective, and by an all-gather on a backend without broadcast."""
     adapter, platform, called = get_adapter(), mesh.platform, []
     supports, native = platform.supports, platform.broadcast
     mine = np.full((2, 3), mesh.get_local_rank(), np.float32)

@@ -1,4 +1,4 @@
-"""Redistribution without waiting, in other dtypes, and to another mesh of the same ranks."""
+"""Asynchronous redistribution, in other dtypes, and to another mesh of the same ranks."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
 
 
 def value_and_gradient(mesh: Any, source: tuple, shape: tuple[int, ...], change: Any) -> tuple:
-    """Apply ``change`` to a tensor placed ``source``. Returns the whole result, the gradient by the local tensor,
-    and the collectives in forward."""
+    """Apply ``change`` to a tensor placed ``source``.
+
+    Return the full result, the gradient of the local tensor, and the collectives in forward.
+    """
     adapter, rng = get_adapter(), np.random.default_rng(0)
     x, weights = (rng.standard_normal(shape).astype(np.float32) for _ in range(2))
     if source[0] in (Partial("max"), Partial("avg")):
@@ -53,7 +55,7 @@ def value_and_gradient(mesh: Any, source: tuple, shape: tuple[int, ...], change:
 
 
 class _Late:
-    """A collective that is done at the wait for it."""
+    """A collective that runs when it is waited for."""
 
     def __init__(self, start: Any) -> None:
         self.start, self.waits = start, 0
@@ -65,7 +67,10 @@ class _Late:
 
 @spmd.on_mesh()
 def under_way(mesh: Any, shape: tuple[int, ...]) -> None:
-    """Values, gradients and collectives are those of a call that waits, and no rank waits before it uses the result."""
+    """Check that values, gradients and collectives equal those of a synchronous call.
+
+    No rank waits before it uses the result.
+    """
     platform = mesh.platform
     start, works = platform.start_collective, []
     starts_any = type(platform).start_collective is not CollectiveRole.start_collective

@@ -1,4 +1,4 @@
-"""`replicate`: values, gradients, collectives and steps of training as on a single device."""
+"""`replicate`: values, gradients, collectives and training steps as on a single device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(adapter: Any, kind: str, sizes: tuple[int, int]) -> Any:
 
 
 def held(module: Any, mesh: Any) -> dict[str, Any]:
-    """The parameters of all of a model by path."""
+    """Return all parameters of a model by path."""
     platform = mesh.platform
     found = [(path, *p) for path, sub in platform.named_modules(module) for p in platform.named_parameters(sub)]
     return {f"{path}.{name}".lstrip("."): p for path, name, p in found}
@@ -45,7 +45,7 @@ def held(module: Any, mesh: Any) -> dict[str, Any]:
 
 @spmd.on_mesh()
 def train(mesh: Any, kind: str, sizes: tuple[int, int], cap: float) -> Any:
-    """Three steps; returns the collectives of forward and backward in each."""
+    """Train for three steps; return the collectives of forward and backward in each."""
     adapter, size, rank = get_adapter(), mesh.shape[0], mesh.get_local_rank(0)
     single, copied = (adapter.load(build(adapter, kind, sizes), np.random.default_rng(5 + i)) for i in (0, rank))
     assert replicate(copied, mesh, bucket_cap_mb=cap) is copied
@@ -97,7 +97,7 @@ def test_training(pool: Any, world_size: int, kind: str, count: int, cap: float)
 
 @spmd.on_mesh()
 def one_batch(mesh: Any) -> Any:
-    """DTensors: one loss, sums; rows do not divide, and some ranks have none."""
+    """Check a batch of DTensors: one loss, summed gradients. Rows do not divide evenly, and some ranks have none."""
     adapter, rows = get_adapter(), mesh.shape[0] + 1
     single, copied = (adapter.load(adapter.Mlp(6, 7), np.random.default_rng(5)) for _ in range(2))
     replicate(copied, mesh)
@@ -136,7 +136,8 @@ def test_one_batch(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def called_often(mesh: Any) -> None:
-    """Twice in a step, with a tied parameter; without gradients; after an error; without synchronisation."""
+    """Check two calls in a step with a tied parameter, calls without gradients, after an error, and without
+    synchronisation."""
     adapter, size = get_adapter(), mesh.shape[0]
     ids = np.random.default_rng(8).integers(0, 7, (size, 3)).astype(np.int64)
     single, copied = (adapter.load(adapter.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))
@@ -182,7 +183,7 @@ def test_called_often(pool: Any, world_size: int) -> None:
 
 
 def tensor_parallel(adapter: Any, kind: str) -> tuple[Any, Any]:
-    """A model, its plan, and the shape of a sample."""
+    """Return a model, its plan, and the shape of a sample."""
     if kind == "mlp":
         return lambda: adapter.Mlp(6, 7), {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if kind == "part of an mlp":
@@ -192,7 +193,7 @@ def tensor_parallel(adapter: Any, kind: str) -> tuple[Any, Any]:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def two_dimensions(mesh: Any, kind: str) -> Any:
-    """Steps on (dp, tp); collectives of the two dimensions."""
+    """Check steps on (dp, tp); return the collectives of both dimensions."""
     adapter, tp, dp = get_adapter(), mesh["tp"], mesh["dp"]
     rank, of_block = dp.get_local_rank(0), kind == "block"
     build, plan = tensor_parallel(adapter, kind)

@@ -21,13 +21,13 @@ ROWS = 3
 
 
 def both(build: Any, mesh: Any, **options: Any) -> tuple[Any, Any]:
-    """A module and its replicated copy."""
+    """Return a module and its replicated copy."""
     single, copied = (get_adapter().load(build(), np.random.default_rng(5)) for _ in range(2))
     return single, replicate(copied, mesh, **options)
 
 
 def compare(mesh: Any, single: Any, copied: Any, features: int, parts: Any = lambda module: module) -> None:
-    """Gradients, where ``parts(module)`` is called."""
+    """Compare gradients of a step in which ``parts(module)`` is called."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     x = np.random.default_rng(1).standard_normal((size * ROWS, features)).astype(np.float32)
 
@@ -45,7 +45,7 @@ def compare(mesh: Any, single: Any, copied: Any, features: int, parts: Any = lam
 
 @spmd.on_mesh()
 def parts(mesh: Any) -> None:
-    """A module below that is called by itself, a copy, buffers that the first rank's values replace."""
+    """Check a submodule that is called directly, a copy, and buffers that get the first rank's values."""
     adapter = get_adapter()
     single, copied = both(lambda: adapter.Mlp(6, 7), mesh)
     compare(mesh, single, copied, 6, lambda module: module.up)
@@ -61,7 +61,7 @@ def parts(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def several_dtypes(mesh: Any) -> None:
-    """Parameters in single and in double precision, of which one layer is left out."""
+    """Check parameters in single and double precision, with one layer excluded."""
     adapter = get_adapter()
 
     def build() -> Any:
@@ -85,7 +85,7 @@ def several_dtypes(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def second_order(mesh: Any) -> None:
-    """Gradients of gradients of the input are right, or refused on all ranks; of one batch of all ranks too."""
+    """Check gradients of gradients of the input: right, or refused on all ranks, also for a distributed batch."""
     adapter = get_adapter()
     single, copied = both(lambda: adapter.Mlp(6, 7), mesh)
     x = np.random.default_rng(1).standard_normal((ROWS, 6)).astype(np.float32)
@@ -113,7 +113,7 @@ def second_order(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def refused(mesh: Any) -> None:
-    """All ranks refuse before any communication."""
+    """Check that all ranks refuse before any communication."""
     adapter = get_adapter()
     _, copied = both(lambda: adapter.Mlp(6, 7), mesh)
     x = np.ones((2, 6), np.float32)
@@ -132,7 +132,7 @@ def refused(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def unused_somewhere(mesh: Any) -> None:
-    """Tell parameters that no rank has used from those that some have, by numbers that travel with gradients."""
+    """Check that parameters used by no rank are told from those used by some ranks. Flags travel with the gradients."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     shapes = ((2, 3), (4,))
     every = [[np.full(shape, 1.0 + r, np.float32) for shape in shapes] for r in range(size)]

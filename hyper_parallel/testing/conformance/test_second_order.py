@@ -1,7 +1,7 @@
-"""Gradients of gradients through leaves of every placement, against the plain program.
+"""Gradients of gradients for leaves of every placement, compared with the plain program.
 
-A user treats the gradient of a leaf as docs/gradients.md says. That of a sum, or of an average, is the same on all
-ranks. Of an extreme value, or of a product, each rank has its own.
+A user treats the gradient of a leaf as docs/gradients.md says. For a sum or an average, it is the same on all ranks.
+For an extreme value or a product, each rank has a different one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ BROUGHT_TO = [None, R, S0]
 
 
 def parts_of(x: np.ndarray, layout: Any) -> tuple[np.ndarray, int]:
-    """The part of ``x`` on this rank, with different partial values, and the number of ranks averaged over."""
+    """Return this rank's local tensor of ``x``, with different partial values, and the number of ranks averaged
+    over."""
     mesh, rng, count = layout.mesh, np.random.default_rng(3), 1
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):
@@ -87,8 +88,10 @@ def test_leaf(pool: Any, mesh: tuple[int, ...], shape: tuple[int, int]) -> None:
 
 
 def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
-    """Check extreme values and products, where each rank's gradient is its own: the plain program has a leaf for
-    each rank."""
+    """Check extreme values and products.
+
+    Each rank's gradient is separate, so the plain program has a leaf for each rank.
+    """
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return
@@ -143,7 +146,7 @@ def test_chosen_values(pool: Any, mesh: tuple[int, ...], op: str) -> None:
 
 @spmd.on_mesh()
 def summands_outside(mesh: Any) -> None:
-    """A partial sum that the user takes out, reduces by hand and differentiates twice."""
+    """Check a partial sum that the user converts to a plain tensor, reduces by hand and differentiates twice."""
     adapter, size = get_adapter(), mesh.size()
     x, w = floats(4, 6), floats(5, 6)
     layout = get_layout(mesh, (S1,), x.shape)
@@ -179,7 +182,7 @@ def test_summands_outside_of_dtensors(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def average(mesh: Any) -> None:
-    """The first gradient of an average that begins as plain parts, and that is the loss itself."""
+    """Check the first gradient of an average of plain tensors, which is the loss itself."""
     adapter, size = get_adapter(), mesh.size()
     x = floats(3, 4) + mesh.get_local_rank()
     weights = floats(3, 4)
@@ -199,7 +202,7 @@ def test_average_of_parts(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def reduced_loss(mesh: Any, op: str) -> None:
-    """A loss that is still to be reduced counts as its global value."""
+    """Check that a partial loss counts as its global value."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank()
     x = floats(3, 4) + rank
 

@@ -1,4 +1,4 @@
-"""Batches of cut sequences: the loss of all tokens and the gradients of a single device."""
+"""Batches of sharded sequences: the loss over all tokens and its gradients equal a single device's."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def losses_of(logits: Any, labels: Any) -> Any:
 
 
 def single_device(module: Any, ids: np.ndarray, labels: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    """The mean over all tokens that count, and its gradients."""
+    """Return the mean over all tokens that are not ignored, and its gradients."""
     adapter = get_adapter()
     shifted = np.concatenate([labels[:, 1:], np.full((len(ids), 1), IGNORED)], 1)
     positions = adapter.tensor(np.arange(ids.shape[1])[None])
@@ -83,8 +83,10 @@ def cut(
     averaged: bool = True,
     context: bool = True,
 ) -> Any:
-    """The loss, and the gradients as the framework gives them, of sequences that ``mesh`` cuts. A model with styles
-    needs no ``context``."""
+    """Return the loss and the framework's gradients for sequences sharded over ``mesh``.
+
+    A model with styles needs no ``context``.
+    """
     adapter = get_adapter()
     batch = shard_sequence({"ids": adapter.tensor(ids), "labels": adapter.tensor(labels)}, mesh)
 
@@ -104,7 +106,7 @@ def cut(
 
 @spmd.on_mesh()
 def alone(mesh: Any) -> None:
-    """Without data parallelism gradients are to be added."""
+    """Check that gradients without data parallelism are partial sums."""
     if not tells_of_attention(mesh):
         return
     adapter = get_adapter()
@@ -137,7 +139,7 @@ PARALLEL = {
 
 
 def compare_with_data(mesh: Any, kind: str, plan: dict[str, Any] | None = None, styled: bool = False) -> None:
-    """Loss and gradients under data parallelism over dp and cp, each dp rank with samples of its own."""
+    """Check loss and gradients under data parallelism over dp and cp. Each dp rank has different samples."""
     if not tells_of_attention(mesh["cp"]):
         return
     adapter, module = get_adapter(), model()
@@ -205,7 +207,7 @@ def test_data_sequences_and_heads() -> None:
 
 @spmd.on_mesh()
 def parts(mesh: Any) -> None:
-    """Each entry by its own dimension; what stays whole; positions and labels that are there."""
+    """Check `shard_sequence`: a sequence dimension for each entry, unsharded entries, given positions and labels."""
     adapter, rank = get_adapter(), mesh.get_local_rank(0)
     arrays = {
         "embeds": np.arange(28.0).reshape(2, 7, 2),
@@ -246,7 +248,7 @@ def test_parts_of_a_batch(pool: Any) -> None:
 
 @spmd.on_mesh()
 def mean_of_nothing(mesh: Any) -> None:
-    """A rank without labels has a part in the mean, and gradients without elements."""
+    """Check a rank without labels in a mean, and gradients without elements."""
     adapter, rank = get_adapter(), mesh.get_rank()
     labels = adapter.tensor(np.arange(4 * (rank == 0)).reshape(1, -1))
     for dtype in (np.float64, np.float16):
@@ -347,7 +349,7 @@ def wrong_modules(mesh: Any) -> None:
                 adapter.scaled_attention(x, x, x, given)
             assert comm.get_total_counts() == 0
     with context_parallel(mesh, length=6), check_ranks(mesh):
-        with pytest.raises(ValueError, match="must all be plain tensors"):
+        with pytest.raises(ValueError, match="that are all plain tensors"):
             adapter.scaled_attention(part, heads, heads)
         with pytest.raises(ValueError, match="a multiple of the key and value heads"):
             adapter.scaled_attention(rows(2, 3, 3, 2), rows(2, 2, 3, 2), rows(2, 2, 3, 2))
@@ -361,7 +363,7 @@ def test_wrong_modules(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("cp", "other"))
 def distributed_heads(mesh: Any) -> None:
-    """DTensors on the mesh with the sequence mean what they mean outside of the context."""
+    """Check that DTensors on the mesh of the sequence are treated as outside of the context."""
     if not tells_of_attention(mesh["cp"]):
         return
     adapter = get_adapter()

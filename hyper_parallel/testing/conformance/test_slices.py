@@ -1,4 +1,4 @@
-"""Ints and slices along a sharded dimension: where few elements are taken, they move, and not the whole."""
+"""Ints and slices along a sharded dimension: if few elements are selected, only these are communicated."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ INDICES: list[Any] = [
 
 
 def check(mesh: Any, placements: tuple, index: Any) -> dict[str, int]:
-    """Compare values and gradients; returns the bytes of the collectives that taking sent."""
+    """Compare values and gradients; return the bytes of the collectives of the selection."""
     adapter = get_adapter()
     whole = floats(*SHAPE)
     weights = floats(*whole[index].shape) + 1
@@ -62,7 +62,7 @@ def check(mesh: Any, placements: tuple, index: Any) -> dict[str, int]:
 
 
 def cut_by(index: Any) -> set[int]:
-    """The dimensions of which an index takes a part."""
+    """Return the dimensions of which an index selects a part."""
     items = index if isinstance(index, tuple) else (index,)
     if ... in items:
         at = items.index(...)
@@ -96,7 +96,7 @@ def test_taken(pool: Any, world_size: int, placement: Any) -> None:
 
 @spmd.on_mesh(2, 2)
 def taken_on_two_dimensions(mesh: Any) -> None:
-    """Next to a sum, which stays one, and where one dimension, or two that are cut, are sharded by both."""
+    """Check slices on a 2-D mesh: of a tensor that is also partial, and of sharded dimensions."""
     for placements in ((S0, Partial()), (Partial(), S1), (S0, S0), (S0, S1), (S1, S2), (R, S0)):
         for index in INDICES:
             check(mesh, placements, index)

@@ -1,4 +1,4 @@
-"""Corners of styles and plans: rare arguments, attention modules that say little about themselves, reprs."""
+"""Rare cases of styles and plans: rare arguments, attention modules with few attributes, reprs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ PROJECTIONS = {"w[qkv]": ColwiseParallel(), "wo": RowwiseParallel()}
 
 
 def test_names_of_the_package() -> None:
-    """Names of losses are found when first used; others are none."""
+    """Check that names of losses are imported at first use, and that other names raise AttributeError."""
     assert tensor_parallel.vocab_parallel_cross_entropy is vocab_parallel_cross_entropy
     with pytest.raises(AttributeError, match="no attribute 'bogus'"):
         tensor_parallel.bogus  # noqa: B018
 
 
 def test_reprs() -> None:
-    """A repr is the call that makes the style."""
+    """Check that a repr is the constructor call."""
     for style in (
         HeadNormParallel(use_local_output=False),
         NoParallel(input_layout=Shard(0), output_layout=Shard(1), use_local_output=False),
@@ -59,7 +59,7 @@ def test_reprs() -> None:
 
 @spmd.on_mesh()
 def attention_without_a_size(mesh: Any, heads: int, kv_heads: int) -> Any:
-    """Numbers of heads, and no size of a head: it follows from the features."""
+    """Check numbers of heads without a head size, which then follows from the features."""
 
     def build(adapter: Any) -> Any:
         module = adapter.GroupedAttention(heads, kv_heads, 2)
@@ -76,7 +76,7 @@ def attention_without_a_size(mesh: Any, heads: int, kv_heads: int) -> Any:
 
 
 def test_heads_without_their_size(pool: Any) -> None:
-    """Found by name and features."""
+    """Check that heads are found by name and features."""
     pool.run(2, attention_without_a_size, 8, 4)
     pool.run(2, attention_without_a_size, 8, 3)
     pool.run(4, attention_without_a_size, 8, 2)
@@ -84,7 +84,7 @@ def test_heads_without_their_size(pool: Any) -> None:
 
 @spmd.on_mesh()
 def unknown_projections(mesh: Any) -> None:
-    """Check that projections without a known number of heads pass: a fused one, a latent one, given numbers."""
+    """Check that projections without a known number of heads are accepted: fused, latent, and with explicit numbers."""
     adapter = get_adapter()
     module = adapter.GroupedAttention(4, 4, 2)
     module.num_heads = module.num_kv_heads = 3  # of other features than 3 heads of 2
@@ -102,7 +102,7 @@ def unknown_projections(mesh: Any) -> None:
 
 
 def test_unknown_projections(pool: Any) -> None:
-    """Unknown projections are not guessed."""
+    """Check that no heads are guessed for unknown projections."""
     pool.run(2, unknown_projections)
 
 
@@ -112,7 +112,7 @@ class WithoutArguments(ModuleStyle):
 
 
 class InnerParallel(ModuleStyle):
-    """A style of one's own: each rank has some rows of the kernel, and adds its part of the product."""
+    """A user-defined style: each rank has some rows of the kernel, and computes a partial product."""
 
     placements: ClassVar = {"kernel": Shard(0)}
     desired_input_layouts = (Shard(-1),)
@@ -131,7 +131,8 @@ def own_style(mesh: Any) -> Any:
 
 @on_ranks(1, 2, 4)
 def test_style_of_ones_own(pool: Any, world_size: int) -> None:
-    """Conversions and checks follow from the style's data: a whole input is cut, and partial outputs are added."""
+    """Check a user-defined style: full inputs are sharded, partial outputs are reduced, and checks of the plan
+    apply."""
     for counts in pool.run(world_size, own_style):
         once = {"forward": {"all_reduce": 1}, "backward": {"all_gather": 1}}
         assert counts == (once if world_size > 1 else {"forward": {}, "backward": {}})
@@ -143,7 +144,7 @@ def test_style_of_ones_own(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def several_inputs(mesh: Any) -> None:
-    """`ParameterParallel` with an entry for each of several inputs and outputs."""
+    """Check `ParameterParallel` with an entry for each of several inputs and outputs."""
     adapter = get_adapter()
     style = ParameterParallel({"up": Shard(0)}, input_layouts=(None, Shard(0)), output_layouts=(None, Shard(0)))
     probe = adapter.Probe()
@@ -163,7 +164,7 @@ def several_inputs(mesh: Any) -> None:
 
 
 def test_several_inputs(pool: Any) -> None:
-    """Convert the inputs that have a layout."""
+    """Check that only inputs with a layout are converted."""
     pool.run(2, several_inputs)
 
 
@@ -221,7 +222,7 @@ def rare_calls(mesh: Any) -> None:
 
 
 def test_rare_calls(pool: Any) -> None:
-    """Rare calls: None as input, a style twice, plans that are none."""
+    """Check None as an input, a style applied twice, and invalid plans."""
     pool.run(2, rare_calls)
 
 
@@ -240,13 +241,13 @@ def other_meshes(mesh: Any) -> None:
 
 
 def test_other_meshes(pool: Any) -> None:
-    """A style is for one dimension, and its inputs for that of the style."""
+    """Check that a style refuses a mesh of two dimensions, and inputs on another dimension."""
     pool.run(4, other_meshes)
 
 
 @spmd.on_mesh()
 def logits_that_differ(mesh: Any) -> None:
-    """Ranks give other numbers of samples: found by all of them, and not by a hang."""
+    """Check ranks with different numbers of samples: all raise, and none hangs."""
     adapter, samples = get_adapter(), 3 + mesh.get_local_rank()
     target = adapter.tensor(np.zeros(samples, np.int64))
     with pytest.raises(ValueError, match="differ in the samples of local_logits"):
@@ -273,13 +274,13 @@ def misfits(mesh: Any) -> None:
 
 
 def test_misfits(pool: Any) -> None:
-    """Heads, features and inputs."""
+    """Check heads, features and inputs that do not fit."""
     pool.run(2, misfits)
 
 
 @spmd.on_mesh()
 def model_with_buffers(mesh: Any) -> Any:
-    """Inside `check_ranks`, buffers are compared too."""
+    """Check that buffers are compared inside `check_ranks`."""
     adapter = get_adapter()
     with check_ranks(mesh):
         model = parallelize_module(adapter.Buffered(4), mesh, NoParallel())
@@ -287,13 +288,13 @@ def model_with_buffers(mesh: Any) -> Any:
 
 
 def test_buffers_are_compared(pool: Any) -> None:
-    """Buffers that are equal on all ranks are accepted."""
+    """Check that buffers that are equal on all ranks are accepted."""
     pool.run(2, model_with_buffers)
 
 
 @spmd.on_mesh()
 def two_styles(mesh: Any) -> Any:
-    """A style for the parameters and one for the input of a module."""
+    """Check a style for the parameters and another one for the input of a module."""
     prepared = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     return compare(
         lambda adapter: adapter.Mlp(6, 8),
@@ -305,7 +306,7 @@ def two_styles(mesh: Any) -> Any:
 
 
 def test_two_styles_on_a_module(pool: Any) -> None:
-    """Two styles are applied in the order of the plan."""
+    """Check that two styles are applied in the order of the plan."""
     for counts in pool.run(2, two_styles):
         assert counts == {
             "forward": {"all_gather": 1, "all_reduce": 1},
@@ -327,7 +328,7 @@ def wrong_logits(mesh: Any) -> None:
 
 
 def test_logits_without_classes(pool: Any) -> None:
-    """An error before any communication."""
+    """Check that logits without a class dimension are refused before any communication."""
     pool.run(2, wrong_logits)
     pool.run(2, logits_that_differ)
     pool.run(2, row_without_bias)

@@ -1,7 +1,7 @@
-"""Every style on every module with every layout, on 1 to 4 ranks, even and uneven.
+"""Every style on every module with every layout, on 1 to 4 ranks, with even and uneven shards.
 
-Outputs, input gradients and parameter gradients equal the single-device model's, and the collectives are those of
-hand-written code: `expected` writes them down, and the table in docs/styles.md is made of it.
+Outputs and all gradients equal the single-device model's. Collectives are those of hand-written code: `expected` lists
+them, and the table in docs/styles.md is made from it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ Counts = tuple[Counter, Counter]
 
 
 def change(source: Any, target: Any) -> Counts:
-    """Collectives of (forward, backward) between two placements: `R`, `P` or a sharded dimension, -1 the features. The
-    target ``"f"`` is a replicated input of which each rank then computes a part of the gradient."""
+    """Return the collectives of (forward, backward) between two placements.
+
+    A placement is `R`, `P` or a sharded dimension, where -1 is the features. The target ``"f"`` is a replicated input
+    for which each rank then computes a partial gradient.
+    """
     if source == target:
         return Counter(), Counter()
     if target == "f":
@@ -88,7 +91,7 @@ def placement(name: Any) -> Any:
 
 
 def table() -> list[str]:
-    """The rows of the table in docs/styles.md."""
+    """Return the rows of the table in docs/styles.md."""
     names = {R: "`Replicate()`", 0: "`Shard(0)`", 1: "`Shard(1)`", 2: "`Shard(2)`", -1: "`Shard(-1)`"}
     classes = {"colwise": "`ColwiseParallel`", "rowwise": "`RowwiseParallel`", "whole": "`NoParallel`"}
     rows = ["| style | module | input | output | forward | backward |", "|---|---|---|---|---|---|"]
@@ -105,7 +108,7 @@ def table() -> list[str]:
 
 @spmd.on_mesh()
 def many(mesh: Any, style: str, module: str, even: bool) -> list[tuple[Any, Any, bool, Any]]:
-    """Run one style on one module with all layouts: (given, wanted, distributed input, collectives) of each."""
+    """Run one style on one module with all layouts. Return (given, wanted, distributed input, collectives) of each."""
     return [
         (given, wanted, distributed, compare(*call, mesh, distributed_input=distributed, **layouts))
         for given, wanted, distributed, call, layouts in cases(style, module, even, mesh.size())

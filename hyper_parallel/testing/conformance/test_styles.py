@@ -1,5 +1,7 @@
-"""Styles and plans: outputs, input gradients and parameter gradients equal the single-device model's, and the number of
-collectives is that of hand-written code."""
+"""Styles and plans: outputs and all gradients equal the single-device model's.
+
+The number of collectives is that of hand-written code.
+"""
 
 from __future__ import annotations
 

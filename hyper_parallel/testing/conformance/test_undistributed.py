@@ -1,4 +1,4 @@
-"""Parameters and buffers that a plan leaves plain: one rank's values count for all, and `check_ranks` compares them."""
+"""Parameters and buffers that a plan leaves plain: one rank's values are broadcast, and `check_ranks` compares them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OUTSIDE = ["norm1", "norm2", "feed_forward.w1", "feed_forward.w2", "feed_forward
 
 
 def block(seed: int) -> Any:
-    """A block of Llama with a buffer in it, whose values follow from the seed."""
+    """Return a Llama block with a buffer, whose values follow from the seed."""
     adapter = get_adapter()
     model = adapter.load(adapter.Block(24, 36, 2), np.random.default_rng(seed))
     model.further = adapter.load(adapter.Buffered(6), np.random.default_rng(seed + 100))
@@ -87,7 +87,7 @@ def test_one_rank_counts_for_the_whole_module(pool: Any, world_size: int) -> Non
 
 @spmd.on_mesh()
 def trained_from_other_seeds(mesh: Any) -> Any:
-    """Ranks with different initial parameters compute the results of rank 0 in forward and backward."""
+    """Check that ranks with different initial parameters compute the results of rank 0, forward and backward."""
     adapter, rank = get_adapter(), mesh.get_local_rank()
     single, sharded = block(0), parallelize_module(block(rank), mesh, PLAN)
 
@@ -117,7 +117,7 @@ def test_training_from_other_seeds(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def kinds_of_tensors(mesh: Any) -> None:
-    """Every dtype in a broadcast of its own, views, empty and single numbers; ties; several calls."""
+    """Check one broadcast per dtype, views, empty and 0-d tensors, ties, and several calls."""
     adapter, rank, platform = get_adapter(), mesh.get_local_rank(), mesh.platform
     arrays = {
         "floats": np.arange(5, dtype=np.float32),
@@ -179,7 +179,7 @@ def test_kinds_of_tensors(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def one_mesh_dimension(mesh: Any) -> None:
-    """The ranks of the given mesh alone get the same."""
+    """Check that only the ranks of the given mesh get equal values."""
     dp, tp = mesh.get_coordinate()
     model = parallelize_module(block(10 * dp + tp), mesh["tp"], PLAN)
     np.testing.assert_array_equal(
@@ -193,7 +193,7 @@ def test_one_mesh_dimension(pool: Any) -> None:
 
 @spmd.on_mesh()
 def different_values(mesh: Any) -> dict[str, tuple]:
-    """Each time the last rank holds something else."""
+    """Check cases in which the last rank has a different value."""
     adapter, rank, platform = get_adapter(), mesh.get_local_rank(), mesh.platform
     manual_seed(3, mesh)  # an earlier test may have drawn on a part of the ranks
     odd = rank == mesh.size() - 1
@@ -289,7 +289,7 @@ def test_different_values_are_named(pool: Any) -> None:
 
 @spmd.on_mesh()
 def same_numbers_inside(mesh: Any, plan: dict) -> Any:
-    """A step inside `check_ranks`, where plain inputs are compared, is the step outside."""
+    """Check that a step inside `check_ranks`, which compares plain inputs, equals the step outside."""
     manual_seed(3, mesh)
     with check_ranks(mesh):
         return compare(lambda adapter: adapter.Mlp(6, 7), plan, floats(2, 5, 6), mesh)

@@ -1,4 +1,5 @@
-"""Ranks that run different units of `fully_shard`: an error on all of them. Ranks that change together train on."""
+"""Ranks that run different units of `fully_shard`: all raise an error. Ranks that change the order together
+continue."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ COUNT, FEATURES = 4, 6
 
 
 def build(mesh: Any) -> Any:
-    """Linear layers, of which those run, one after the other, that ``order`` has."""
+    """Return linear layers; the model calls those in ``order``, one after the other."""
     adapter = get_adapter()
     root = adapter.Probe()
     for i in range(COUNT):
@@ -47,7 +48,7 @@ def orders_of(rng: np.random.Generator, count: int) -> list[list[int]]:
 
 
 def together(seeds: list[int]) -> None:
-    """All ranks change the units that they run, in the same way, often and back again: as on a single device."""
+    """Check that all ranks can change the order of units together, often and back again, with single-device results."""
     # Meshes of the same ranks; all ranks of the pool make them, also those that are in none.
     meshes = [spmd.device_mesh(names=(f"other{seed}",) if seed % 2 else None) for seed in seeds]
     for seed, here in zip(seeds, meshes, strict=True):
@@ -67,7 +68,7 @@ def together(seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def by_choice(mesh: Any, seeds: list[int]) -> None:
-    """Each rank draws the unit that it runs first: the same everywhere, or an error everywhere."""
+    """Check ranks that each choose their first unit at random: equal choices run, different ones raise on all ranks."""
     adapter, rank, x = get_adapter(), mesh.get_local_rank(0), np.ones((2, FEATURES), np.float32)
     for seed in seeds:
         drawn = [orders_of(np.random.default_rng([seed, r // (1 + seed % 2)]), 1)[0] for r in range(mesh.size())]
@@ -97,7 +98,7 @@ def by_choice(mesh: Any, seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def later(mesh: Any, how: str) -> None:
-    """Ranks that have run the same leave it, each in its own way, so that none waits in a collective."""
+    """Check ranks that first run the same units and then different ones, so that none waits in a collective."""
     adapter, rank = get_adapter(), mesh.get_local_rank(0)
     trained = Trained(mesh, lambda: build(mesh), lambda root: shard(root, mesh), (FEATURES,), 0.01)
     root: Any = trained.sharded
@@ -124,7 +125,10 @@ def later(mesh: Any, how: str) -> None:
 
 @spmd.on_mesh()
 def gone(mesh: Any) -> None:
-    """A forward that communicates nothing, of a model that some ranks let go. Then a unit of another one by hand."""
+    """Check a model that some ranks deleted after a forward without communication.
+
+    Then a unit of another model is gathered by hand.
+    """
     adapter = get_adapter()
     x = adapter.tensor(np.ones((2, FEATURES), np.float32))
     root = shard(build(mesh), mesh)
@@ -142,7 +146,10 @@ def gone(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def some_of_a_unit(mesh: Any) -> None:
-    """Each rank runs one layer of a unit. One has another dtype, so it lies in a buffer of its own; one is frozen."""
+    """Check that each rank may run another layer of a unit.
+
+    One layer has another dtype and thus a separate buffer, and one is frozen.
+    """
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     xs = np.random.default_rng(3).standard_normal((size, 2, FEATURES)).astype(np.float32)
 

@@ -1,4 +1,4 @@
-"""`unshard()` and `reshard()` by hand, anywhere in a step: training goes on as without."""
+"""`unshard()` and `reshard()` by hand, at any point of a step: training results do not change."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES, RESHARD = (6, 5), (None, True, False)
 
 
 class ByHand(Trained):
-    """Units are gathered and given back by hand, where ``drawn`` says so."""
+    """A model whose units are unsharded and resharded by hand, at the points in ``drawn``."""
 
     def __init__(self, mesh: Any, rng: np.random.Generator) -> None:
         reshard = RESHARD[rng.integers(0, 3)]
@@ -32,7 +32,7 @@ class ByHand(Trained):
             mesh.platform.register_forward_hook(module, lambda module, args, output: self.act())
 
     def act(self) -> None:
-        """Perhaps gather a unit, or give it back where it does not run."""
+        """Unshard a unit, reshard it if it is not running, or do nothing."""
         unit = self.units[self.rng.integers(0, 3)]
         drawn = self.rng.integers(0, 4)
         if drawn == 0:
@@ -60,7 +60,7 @@ def by_hand(mesh: Any, seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def tutorial(mesh: Any) -> None:
-    """A first gather by hand, as in torch's tutorial; changes while parameters are whole are refused."""
+    """Check a first unshard by hand, as in torch's tutorial. Changes of unsharded parameters are refused."""
     adapter = get_adapter()
     trained = Trained(mesh, lambda: block_of(SIZES), lambda b: shard_block(b, mesh), (2, SIZES[0]))
     for step in range(3):

@@ -1,5 +1,4 @@
-"""Writes through views, on DTensors as on NumPy's arrays: tensors that shared memory on one device share it on many
-ranks."""
+"""Writes through views of DTensors: tensors that share memory on one device act as if they do so on many ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 def swapped(x: Any) -> Any:
-    """The first two dimensions of an array, or of a tensor, exchanged."""
+    """Return an array or a tensor with its first two dimensions exchanged."""
     return x.swapaxes(0, 1) if isinstance(x, np.ndarray) else get_adapter().transpose(x, 0, 1)
 
 
@@ -57,7 +56,7 @@ def numbers(*shape: int) -> np.ndarray:
 
 @spmd.on_mesh()
 def write_through(mesh: Any, shape: tuple[int, ...], placement: Any) -> None:
-    """Every view and every write: the base, the view, and another view, taken after."""
+    """Check every view with every write: the base, the view, and another view that was taken later."""
     for name, view in VIEWS.items():
         for how, write in WRITES.items():
             array = numbers(*shape)
@@ -74,14 +73,14 @@ def write_through(mesh: Any, shape: tuple[int, ...], placement: Any) -> None:
 @pytest.mark.parametrize("placement", [R, S0, S1], ids=str)
 @on_ranks(1, 2, 3, 4)
 def test_writes_reach_the_base(pool: Any, world_size: int, placement: Any) -> None:
-    """Six of four ranks' rows or columns: two of them have two, one has one, one has none."""
+    """Check shards of several sizes; on four ranks one shard is empty."""
     for shape in (6, 4), (4, 6):
         pool.run(world_size, write_through, shape, placement)
 
 
 @spmd.on_mesh()
 def write_into_packed(mesh: Any) -> None:
-    """Write elements along the packed dimension. A write across it is refused, on every rank."""
+    """Check writes along the packed dimension. A write across several parts is refused, on every rank."""
     array = numbers(4, 8)
     x = distribute_tensor(get_adapter().tensor(array), mesh, [PackedShard(1, (4, 4))])
     row = x[1]
@@ -120,7 +119,7 @@ def test_two_mesh_dimensions(pool: Any) -> None:
 # ---------------------------------------------------------------------------- views that are out of date
 @spmd.on_mesh()
 def use_after_write(mesh: Any) -> None:
-    """A view that had to move data is refused after its base was written. It is right when it is taken again."""
+    """Check that a copied view is refused after a write to its base, and is right when taken again."""
     array = numbers(6, 4)
     writes: dict[str, Callable[[Any], Any]] = {
         "base": lambda x: x.__setitem__(..., 2.0),
@@ -145,7 +144,7 @@ def use_after_write(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def write_parts(mesh: Any) -> None:
-    """The parts of one call do not overlap: a write to one leaves the others as they are."""
+    """Check that the results of one split do not overlap: a write to one does not change the others."""
     array = numbers(6, 4)
     x = distribute_tensor(get_adapter().tensor(array), mesh, [S0])
     parts = get_adapter().chunk(x, 3, 0)
@@ -165,7 +164,7 @@ def test_views_out_of_date(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2)
 def use_views_of_views(mesh: Any) -> None:
-    """A write makes views of views out of date too: one made of a reshaped tensor, and one made of a moved view."""
+    """Check that a write also makes views of views stale: views of a reshaped tensor, and of a copied view."""
     array = numbers(4, 4, 2)
     x = distribute_tensor(get_adapter().tensor(array), mesh, [S0, S1])
     flat = x.reshape((4, 4, 2, 1))
@@ -187,7 +186,7 @@ def test_views_of_views_out_of_date(pool: Any) -> None:
 
 @spmd.on_mesh()
 def write_to_partial(mesh: Any) -> None:
-    """Refuse writes to a view of a maximum over ranks."""
+    """Check that writes to a view of a maximum over ranks are refused."""
     x = DTensor.from_local(get_adapter().tensor(numbers(4, 4)), mesh, [Partial("max")])
     row = x[0]
     if mesh.size() > 1:
@@ -204,7 +203,7 @@ def test_views_of_partial(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------------- copies that a shard would not need
 @spmd.on_mesh()
 def write_to_copies(mesh: Any, shape: tuple[int, ...]) -> None:
-    """``contiguous`` and ``reshape`` copy a permuted tensor, also where a rank's part is contiguous as it is."""
+    """Check that ``contiguous`` and ``reshape`` copy a permuted tensor, even if this rank's shard is contiguous."""
     adapter = get_adapter()
     for placement in (Shard(d) for d in range(len(shape))):
         for name, copy in {
@@ -240,7 +239,7 @@ def test_copies_stay_copies(pool: Any, world_size: int, shape: tuple[int, ...]) 
 
 @spmd.on_mesh()
 def write_to_contiguous_slices(mesh: Any) -> None:
-    """``contiguous`` of a contiguous slice is the slice itself or a copy, as it is on a single device."""
+    """Check ``contiguous`` of a contiguous slice: the slice itself or a copy, as on a single device."""
     indices = (slice(0, 2), slice(2, 4), slice(2, None), 0, 3, (slice(1, 4), None), (3, slice(1, 2)), (..., 0, 2))
     for placement in (Shard(0), Shard(1), Replicate()):
         for index in indices:
@@ -296,7 +295,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @spmd.on_mesh()
 def write_to_moved(mesh: Any, shape: tuple[int, ...]) -> None:
-    """``contiguous`` and ``reshape`` give the view or a copy as on a single device, in memory of whatever order."""
+    """Check that ``contiguous`` and ``reshape`` return a view or a copy as on a single device, for any memory order."""
     for placement in (S0, S1):
         for names in itertools.product(NOT_CONTIGUOUS, MOVED, COPIES):
             before, view, copy = NOT_CONTIGUOUS[names[0]], MOVED[names[1]], COPIES[names[2]]
@@ -318,7 +317,7 @@ def test_moved_views_keep_their_order(pool: Any, world_size: int, shape: tuple[i
 
 @spmd.on_mesh()
 def write_to_results(mesh: Any) -> None:
-    """Check that results after data moved have the memory order of the framework's own operation."""
+    """Check that an operation's result has the single device's memory order, even if its operand was redistributed."""
     adapter = get_adapter()
     for shape in ((4, 6), (mesh.size(), 3)):
         for placements in ([S0], [S1], [Partial("avg")]):
@@ -341,7 +340,7 @@ def test_results_keep_the_order(pool: Any, world_size: int) -> None:
 
 
 def refusal(x: Any) -> ValueError | None:
-    """The error of a write to ``x``, without the frames that hold ``x``."""
+    """Return the error of a write to ``x``, without the frames that hold ``x``."""
     try:
         x[...] = 1.0
     except ValueError as error:
@@ -351,7 +350,8 @@ def refusal(x: Any) -> ValueError | None:
 
 @spmd.on_mesh()
 def write_where_nobody_can_tell(mesh: Any) -> None:
-    """The order of elements in a result of `cumsum` is not tracked: a write is refused while both are in use."""
+    """Check the result of `cumsum`, whose memory order is not tracked: a write is refused while both tensors are in
+    use."""
     array = numbers(mesh.size(), 3)
     x = get_adapter().transpose(distribute_tensor(get_adapter().tensor(array), mesh, [S0]), 0, 1)
     summed = get_adapter().cumsum(x, 0)
@@ -372,7 +372,7 @@ def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
 # ---------------------------------------------------------------------------- costs
 @spmd.on_mesh()
 def count_collectives(mesh: Any) -> None:
-    """A write to rows that are replicated, or that lie on one rank each, sends nothing."""
+    """Check that a write to replicated rows, or to rows that one rank holds, does not communicate."""
     x = distribute_tensor(get_adapter().tensor(numbers(4, 4)), mesh, [S0])
     with CommDebugMode() as comm:
         x[0] = 1.0

@@ -1,4 +1,4 @@
-"""Messages to the log and the profiler: one line about each plan, modules and collectives by their names."""
+"""Messages to the log and the profiler: a line for each plan, and the names of modules and collectives."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class _Lines(logging.Handler):
 
 
 def listening(call: Callable[[], Any]) -> list[str]:
-    """Return the log messages meanwhile."""
+    """Yield the log messages of a block."""
     handler, before = _Lines(), LOG.level
     LOG.addHandler(handler)
     LOG.setLevel(logging.DEBUG)
@@ -104,7 +104,7 @@ def test_lines_of_data_parallelism(pool: Any) -> None:
 
 @on_mesh(names=("tp",))
 def ranges(mesh: Any) -> list[str]:
-    """Return the ranges that begin, and check that each ends."""
+    """Return the started ranges, and check that each ends."""
     adapter, platform, seen, running = get_adapter(), mesh.platform, [], []
     model = parallelize_module(adapter.load(adapter.Mlp(4, 8), np.random.default_rng(3)), mesh, PLAN)
 

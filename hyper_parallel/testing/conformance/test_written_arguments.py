@@ -1,4 +1,4 @@
-"""Operations that run on gathered operands and write into them: the writes arrive in the shards."""
+"""Operations that run on gathered operands and write to them: the writes are copied to the shards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_running_statistics(pool: Any, world_size: int, channels: int) -> None:
 
 @spmd.on_mesh()
 def partial_statistics(mesh: Any) -> None:
-    """A sum over ranks cannot be written: an error on all of them, and nothing is changed."""
+    """Check that a write to a partial sum is refused on all ranks, and changes nothing."""
     adapter = get_adapter()
     x = DTensor.from_local(adapter.tensor(floats(6, 4)), mesh)
     values = np.ones(4, np.float32)

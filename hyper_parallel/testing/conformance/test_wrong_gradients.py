@@ -1,4 +1,4 @@
-"""Public reports of wrong numbers and gradients, as small programs: as it was wrong, and as a plan has it right.
+"""Small programs from public reports of wrong numbers and gradients: each as reported, and with a right plan.
 
 docs/wrong_gradients.md names the reports, and shows this table.
 """
@@ -58,7 +58,7 @@ C, W = ColwiseParallel, RowwiseParallel
 
 @dataclass
 class Report:
-    """A program, and its outcome under a plan.
+    """A program, and the expected outcome under a plan.
 
     Attributes:
         run: ``run(module, x, adapter)``.
@@ -75,24 +75,24 @@ class Report:
 
 
 def whole_keys(m: Any, x: Any, a: Any) -> Any:
-    """Query heads of this rank, and one head of keys that all share."""
+    """Attention between this rank's query heads and one head of keys that all query heads share."""
     q = a.reshape(m.up(x), heads(x, 6))
     return m.down(a.reshape(q * a.reshape(m.keys(x), (*x.shape[:2], 1, 6)), (*x.shape[:2], -1)))
 
 
 def norm_of_all(m: Any, x: Any, a: Any) -> Any:
-    """A norm over the features of all heads, of which a rank has some."""
+    """A norm over the features of all heads, of which each rank has a shard."""
     y = m.up(x)
     return m.down(y * (a.mean(a.square(y), -1, True) + 1.0) ** -0.5)
 
 
 def own_bias(m: Any, x: Any, a: Any) -> Any:
-    """A sum over features of which a rank has some, with a bias on each rank."""
+    """A sum over features that are sharded, with a bias added on each rank."""
     return a.relu(a.sum(m.up(x), -1, True) + a.sum(m.bias.weight))
 
 
 def summed(m: Any, x: Any, a: Any, placement: Any) -> Any:
-    """The sum of features on all ranks, declared by the program itself."""
+    """A sum of features over all ranks, which the program itself declares."""
     y, weight = a.sum(m.up(x), -1, True), m.up.weight
     if isinstance(weight, DTensor):
         y = DTensor.from_local(y, weight.device_mesh, [placement]).full_tensor()
@@ -100,13 +100,13 @@ def summed(m: Any, x: Any, a: Any, placement: Any) -> Any:
 
 
 def of_tokens(m: Any, x: Any, a: Any) -> Any:
-    """A mean over the tokens, of which a rank has some."""
+    """A mean over tokens that are sharded."""
     y = m.norm(m.down(a.relu(m.up(x))))
     return y - a.mean(y, 1, True)
 
 
 def scaled(m: Any, x: Any, a: Any) -> Any:
-    """A weight that is the same on all ranks, and multiplies a part of the sequence."""
+    """A weight that is equal on all ranks, multiplied by a shard of the sequence."""
     return m.out(m.norm(m.down(a.relu(m.up(x)))) * a.sum(m.scale.weight))
 
 
@@ -176,7 +176,7 @@ def test_reports(pool: Any) -> None:
 
 
 def test_random_programs(pool: Any) -> None:
-    """Random programs: none is missed, and few right ones have a finding."""
+    """Check random programs: no wrong one is missed, and few right ones have a finding."""
     needs_gradients()
     seeds = range(400 if everything() else 12)
     found = combined(pool.run(2, classify, list(seeds)))

@@ -1,5 +1,7 @@
-"""Errors far from their cause have the path of the module that caused them: forgotten partners, uneven plain shards,
-embeddings, positional layouts, classes of other libraries. The same on all ranks."""
+"""Errors that occur far from their cause: they name the module that caused them, and are equal on all ranks.
+
+Causes are unstyled neighbours, uneven plain shards, embeddings, positional layouts, and classes of other libraries.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ from hyper_parallel.testing.extent import on_ranks
 
 
 def message_of(job: Any) -> tuple[str, str]:
-    """Type and message of the error of ``job``."""
+    """Return type and message of the error of ``job``."""
     try:
         job()
     except Exception as error:
@@ -46,7 +48,7 @@ def message_of(job: Any) -> tuple[str, str]:
 
 
 class Outer:
-    """A module that runs the modules below it one after the other."""
+    """A module that runs its submodules one after the other."""
 
     def __new__(cls, **modules: Any) -> Any:
         outer = get_adapter().Probe()
@@ -124,7 +126,7 @@ def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
 
 # ---------------------------------------------------------------------- layers that no plan can cut
 def recurrent(suffix: str, features: int = 6) -> Any:
-    """A module with the names of a recurrent layer or cell."""
+    """Return a module with the parameter names of a recurrent layer or cell."""
     # Not a projection itself: other tests register its class as one of linear layers.
     module, kernel = Outer(), get_adapter().Projection(8, features).kernel
     module.hidden_size = 2
@@ -190,7 +192,7 @@ def test_layers_that_are_computed_whole(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def positions(mesh: Any) -> None:
-    """Learned positions in a distributed batch under sequence parallelism: each message has the remedy of its place."""
+    """Check learned positions in a distributed batch under sequence parallelism: each message has the right remedy."""
     adapter = get_adapter()
     ids = adapter.tensor((np.arange(16) % 5).reshape(4, 4).astype(adapter.TARGET_DTYPE))
     batch = distribute_tensor(ids, mesh["dp"], [Shard(0)])
@@ -240,7 +242,7 @@ def uneven(mesh: Any) -> dict[str, tuple[str, str]]:
         return parallelize_module(adapter.load(adapter.Mlp(6, 12), np.random.default_rng(0)), mesh, styles)
 
     def cut(length: int) -> Any:
-        """The part of a sequence for this rank, cut by hand."""
+        """Return this rank's shard of a sequence, sliced by hand."""
         parts = np.array_split(floats(2, length, 6), ranks, axis=1)
         return adapter.tensor(np.ascontiguousarray(parts[rank]))
 

@@ -36,25 +36,25 @@ class Outcome:
 
 
 def references(programs: list[Any], family: str) -> list[Any]:
-    """Run this rank's share of the programs on a single device, and return the results; a job. A number is a seed."""
+    """Run this rank's share of the programs on a single device, and return the results. A number stands for a seed."""
     known = FAMILIES[family]
     return [known.on_one_device(known.generate(p) if isinstance(p, int) else p) for p in programs[spmd.rank :: RANKS]]
 
 
 def verdicts(wanted: list[Any], family: str) -> list[Verdict | None]:
-    """Return this rank's verdicts on the distributed programs; a job."""
+    """Return this rank's verdicts on the distributed programs."""
     return [_in_step(FAMILIES[family].run(reference)) for reference in wanted]
 
 
 def _in_step(verdict: Verdict | None) -> Verdict | None:
-    """Return ``verdict``, or "hanging" if this rank waited in vain for another one."""
+    """Return ``verdict``, or "hanging" if this rank waited for another one until the time-out."""
     exchange = installed()
     problem = "" if exchange is None else exchange.end_program()
     return ("hanging", problem) if problem else verdict
 
 
 def put_together(seed: int, by_rank: Sequence[Verdict | None]) -> Outcome:
-    """Return the outcome of a program from the verdicts of all ranks."""
+    """Return the outcome of a program, which follows from the verdicts of all ranks."""
     members = [verdict for verdict in by_rank if verdict is not None]
     kinds = {kind for kind, _ in members}
     if "hanging" in kinds:

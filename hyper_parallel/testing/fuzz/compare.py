@@ -109,8 +109,10 @@ def _first_problem(
 
 
 def _made_of_rounding(reference: Reference) -> Reference | None:
-    """Return ten times the effect of errors like rounding in the program's leaves. The effect can be large, for example
-    for a norm of equal numbers, or for a product of many."""
+    """Return ten times the effect of small random errors in the program's leaves.
+
+    The effect can be large, for example for a norm of equal numbers, or for a product of many.
+    """
     program = reference.program
     outputs = [np.zeros(y.shape) for y in reference.outputs]
     grads = [None if g is None else np.zeros(np.shape(g)) for g in reference.grads]

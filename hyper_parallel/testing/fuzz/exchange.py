@@ -87,7 +87,7 @@ class ExchangePool(WorkerPool):
 
 
 def install(path: str) -> None:
-    """Route the backend's collectives on this rank through a file; a job. Run it in new workers, before any mesh."""
+    """Route the backend's collectives on this rank through a file. Run it as a job in new workers, before any mesh."""
     global _installed
     _installed = Exchange(path, spmd.rank, spmd.world_size)
     platform: Any = get_platform()
@@ -210,7 +210,10 @@ class Exchange:
         return work
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Return the texts of the ranks that also ask. Others are in a collective. See `Platform.exchange_texts`."""
+        """Return the texts of the ranks that call this too.
+
+        The others are in a collective. See `Platform.exchange_texts`.
+        """
         said = self._swap(_QUESTION, text.encode(), ranks, True)
         return {rank: x.decode() for rank, x in zip(ranks, said, strict=True) if x is not None}
 

@@ -48,7 +48,7 @@ def training_limits() -> training_programs.TrainingLimits:
 
 
 def _operations(seed: int) -> Any:
-    """Return a chain of operations, or the seed of a stack of modules."""
+    """Return the program of a seed: a chain of operations, or the seed itself for a stack of modules."""
     return generate(seed, limits()) if seed % STACKS else seed
 
 

@@ -57,7 +57,7 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def _natural(placements: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the placements with shards in the order of the mesh dimensions."""
+    """Return the placements without `StridedShard`, so that mesh dimensions shard in their own order."""
     return tuple(Shard(p.dim) if isinstance(p, StridedShard) else p for p in placements)
 
 

@@ -116,7 +116,7 @@ def _of_floats(rng: np.random.Generator, *arrays: np.ndarray) -> tuple | None:
 
 
 def _alike(rng: np.random.Generator, x: np.ndarray, y: np.ndarray) -> tuple | None:
-    """Accept two tensors of one dtype that broadcast."""
+    """Accept two tensors of one dtype that can be broadcast."""
     if x.dtype != y.dtype or x.dtype == bool:
         return None
     try:
@@ -137,7 +137,8 @@ def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """Return a chooser of a dimension whose largest element rounding cannot change; with ``sign`` -1 the smallest."""
+    """Return a function that chooses a dimension whose largest element rounding cannot change; smallest with ``sign``
+    -1."""
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)
@@ -490,7 +491,8 @@ _add(
 
 
 def _small_and_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Choose a dimension for an exponential of small numbers: some frameworks do not subtract the maximum first."""
+    """Choose a dimension for an exponential, if numbers are small. Some frameworks do not subtract the maximum
+    first."""
     return None if np.abs(x).max(initial=0.0) > (10 if x.dtype == np.float16 else 80) else _full_dim(rng, x)
 
 
@@ -511,7 +513,7 @@ def _diagonal(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _strided(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Choose sizes and strides within a tensor whose memory is in row-major order."""
+    """Choose sizes and strides of a view of a tensor whose memory is in row-major order."""
     if not x.size or not x.flags.c_contiguous:
         return None
     sizes, strides, last = [], [], 0

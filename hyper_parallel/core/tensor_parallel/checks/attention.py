@@ -87,7 +87,7 @@ def check_projections(matches: list[Match], modules: dict[str, Any], mesh: Devic
 
 
 def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> list[Match]:
-    """Return matches with `HeadNormParallel` for norms inside sharded heads that the plan does not name.
+    """Return `HeadNormParallel` styles for norms inside sharded heads that the plan does not name.
 
     Raises:
         ValueError: for a norm over the features of all heads, which are sharded.

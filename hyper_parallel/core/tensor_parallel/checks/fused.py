@@ -110,7 +110,7 @@ def _projections(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 
 
 def _has_sizes(module: Any, platform: Platform) -> bool:
-    """Return whether a module is a linear layer whose weight has a shape: a lazy layer has none before its first
+    """Return whether a module is a linear layer whose weight has a shape. A lazy layer has none before its first
     call."""
     if not platform.is_linear_module(module):
         return False
@@ -199,12 +199,12 @@ def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: Devic
                 taker = f"; and give the layer that takes the parts, such as {path!r}, RowwiseParallel()"
                 row = "" if projection.taken else taker
                 raise ValueError(
-                    f"{projection.path!r} has {projection.features} output features, {word} the {size} input features "
-                    f"of {path!r}: its weight is {what}, or one matrix with alternating parts. {projection.style!r} "
-                    f"shards dimension {_dim(projection, mesh)} of the weight into consecutive features for the "
-                    f"{mesh.size()} ranks of {mesh}. Write ColwiseParallel(packed={times}) if the code splits the "
-                    "output by chunk or split, with heads= for parts of other sizes. Write packed=1 if the parts "
-                    f"alternate, head by head or feature by feature{row}"
+                    f"{projection.path!r} has {projection.features} output features, which is {word} the {size} input "
+                    f"features of {path!r}. So its weight holds {what}, one after the other or alternating, but "
+                    f"{projection.style!r} gives each of the {mesh.size()} ranks of {mesh} consecutive features "
+                    f"(dimension {_dim(projection, mesh)} of the weight). Write ColwiseParallel(packed={times}) if the "
+                    "code splits the output by chunk or split, with heads= for parts of other sizes. Write packed=1 if "
+                    f"the parts alternate, head by head or feature by feature{row}"
                 )
 
 
@@ -214,10 +214,11 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
     left, row = latent.features - projection.inputs, next(iter(projection.taken.values()))
     if style._is_packed and style.heads is None:
         raise ValueError(
-            f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, like a "
-            f"projection from a latent to keys and values, head by head. {style!r} divides its weight into parts of "
-            f"{style.parts(projection.module, mesh.platform, path)} features. Leave packed= out. If all keys come "
-            "before all values, pass their numbers of heads with heads=(keys, values)"
+            f"{path!r} takes {projection.inputs} of the {latent.features} features of {latent.path!r}, as in latent "
+            "attention, where keys and values alternate head by head in the output. But "
+            f"{style!r} splits the output into parts of {style.parts(projection.module, mesh.platform, path)} "
+            "features, which are sharded one by one. Leave packed= out. If all keys come before all values, pass "
+            "their numbers of heads with heads=(keys, values)"
         )
     if not latent._says_how_it_is_read:
         raise ValueError(

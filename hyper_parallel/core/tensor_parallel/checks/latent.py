@@ -38,7 +38,7 @@ class Latent:
 
     @property
     def _says_how_it_is_read(self) -> bool:
-        """Return whether the plan declares the gradient of the features that code with local heads reads."""
+        """Return whether the plan declares the gradient of the rotary features, which code with local heads reads."""
         for style in self.styles:
             known = isinstance(style, (NoParallel, WeightParallel))
             if not known or not style.use_local_output or style.output_layouts != (Replicate(),):

@@ -137,9 +137,9 @@ def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
 
 
 def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError if modules share a parameter, and the plan treats it differently in them.
+    """Raise ValueError if modules share a parameter that the plan treats differently in them.
 
-    The plan may place the parameter differently, or distribute it in one module and not name the other.
+    The plan may place the parameter in two ways, or distribute it in one module and omit the other.
     """
     platform = mesh.platform
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]] = {}
@@ -175,7 +175,10 @@ def _check_parameters(
     mesh: DeviceMesh,
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]],
 ) -> None:
-    """Raise ValueError if a parameter of a module has, or gets from another module, other placements than here."""
+    """Raise ValueError if a parameter of a module has other placements than the module's style gives it.
+
+    It may have them already, or get them from a module that shares the parameter.
+    """
     for name, tensor in (*mesh.platform.named_parameters(module), *mesh.platform.named_buffers(module)):
         refuse_foreign(tensor, mesh.platform, f"{name!r} of {path or type(module).__name__!r}: {style!r}")
     for name, parameter in mesh.platform.named_parameters(module):

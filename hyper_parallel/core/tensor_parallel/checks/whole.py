@@ -1,4 +1,4 @@
-"""Recurrent layers and fused attention, which a plan can give to every rank whole, and not in parts."""
+"""Check that a plan does not shard recurrent layers and fused attention, which can only be replicated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _POSITIONS = "each position needs all others, and one function reads all weights
 
 
 def check_whole(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Refuse a style that gives ranks parts of a module which needs all of its weights or positions.
+    """Raise ValueError for a style that shards a module which needs all of its weights or positions on each rank.
 
     Raises:
         ValueError: for such a style. The message names the module, the reason and the style that computes it in full.
@@ -55,6 +55,6 @@ def _refusal(path: str, style: ParallelStyle, module: Any, reason: str, what: st
     dim = getattr(style, "sequence_dim", None)
     layouts = "" if dim is None else f"input_layout=Shard({dim}), output_layout=Shard({dim})"
     return ValueError(
-        f"the plan gives {path or 'the module'!r} {type(style).__name__}, and in a {type(module).__name__} {reason}: "
-        f"give {what} NoParallel({layouts}), which computes the module in full on every rank"
+        f"the plan has {type(style).__name__} for {path or 'the module'!r}, but in a {type(module).__name__} {reason}: "
+        f"use NoParallel({layouts}) for {what}, which computes the module in full on every rank"
     )

@@ -1,4 +1,4 @@
-"""Wrappers for calls of styled modules, which report the calls to listeners and followed programs."""
+"""Wrappers for calls of styled modules, which report the calls to listeners and to `check_plain_code`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def hook_of_style(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[..., Any]:
-    """Return ``call`` of a styled module, wrapped by `Following.styled` if a program is followed.
+    """Return ``call`` of a styled module, wrapped by `Following.styled` if `check_plain_code` follows the program.
 
     ``how`` is passed to `Following.styled`.
     """
@@ -31,5 +31,5 @@ def followed(call: Callable[..., Any], module: Any, **how: bool) -> Callable[...
 
 
 def is_entered(module: Any) -> bool:
-    """Return whether a styled module's call must still be reported to listeners and followed programs."""
+    """Return whether a styled module's call must still be reported, to listeners or to `check_plain_code`."""
     return current_module() != path_of(module) or bool(FOLLOWING and not FOLLOWING[-1].is_inside(module))

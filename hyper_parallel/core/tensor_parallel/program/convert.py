@@ -68,9 +68,9 @@ def to_placement(
             own = shard_sizes(layout, size, mesh.size())[mesh.get_local_rank()]
             if x.shape[layout.dim] != own:
                 raise ValueError(
-                    f"{what} has {x.shape[layout.dim]} features, but the weight takes {own} on this rank, its part of "
-                    f"{size} features under {layout!r}. Pass the shard, or declare the placement of the input with "
-                    "input_layouts=..."
+                    f"{what} has {x.shape[layout.dim]} features, but this rank's shard of the weight takes {own} of "
+                    f"the {size} features, as {layout!r} gives them. Pass the shard, or declare the placement of the "
+                    "input with input_layouts=..."
                 )
             known = requested_layout(mesh, (layout,), shape, what)
         elif (

@@ -114,8 +114,8 @@ def convert_part(
         (placed,) = y.placements
         if mesh.size() > 1 and any(p.is_shard() and placed.is_shard(p.dim) for p in split.outside.placements):
             raise ValueError(
-                f"{what} is placed {list(split.outside.placements)} on {split.outside.mesh}, and the style would "
-                f"return a plain shard, placed {[placed]} on {mesh}, of a dimension that the batch shards already. "
+                f"{what} is placed {list(split.outside.placements)} on {split.outside.mesh}, and the style also places "
+                f"it {[placed]} on {mesh}: both shard one dimension, which a plain tensor cannot express. "
                 "Set use_local_output=False (use_local_input for inputs of PrepareModuleInputOutput) to get DTensors, "
                 "or shard another dimension"
             )
@@ -124,7 +124,7 @@ def convert_part(
 
 
 class _Split(NamedTuple):
-    """The layout of a DTensor outside of a style's mesh, and its placement on the style's mesh."""
+    """A DTensor's layout on the mesh dimensions outside of a style's mesh, and its placement on the style's mesh."""
 
     #: Layout on the other mesh dimensions.
     outside: Layout
@@ -156,7 +156,8 @@ _SPLITS: Table = Table(_split, 1 << 12, "layouts outside of the meshes of styles
 
 
 def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
-    """Return the outside layout of the first input that is sharded along all dimensions outside ``mesh``, or None."""
+    """Return the layout, outside ``mesh``, of the first input that is sharded along all dimensions there; None without
+    one."""
     for x in inputs:
         split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) else None
         if split is not None:
@@ -184,16 +185,16 @@ def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
 
 
 def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
-    """Return this rank's part of an input, as a style on ``mesh`` takes it.
+    """Return this rank's shard of an input, in the form in which a style on ``mesh`` takes it.
 
     Every rank uses all of a replicated input with its shard of the batch.
     """
     split = _SPLITS[x._layout, mesh]
     if split is None or split.outside.mesh is not batch.mesh or any(p.is_partial() for p in split.outside.placements):
         raise ValueError(
-            f"an input of {name} is placed {list(x.placements)} on {x.device_mesh}, but another input is placed "
-            f"{list(batch.placements)} on {batch.mesh}: redistribute the input, x.redistribute(mesh, [Shard(0)]) or "
-            "[Replicate()]"
+            f"{name} got inputs on different meshes: one is placed {list(batch.placements)} on {batch.mesh}, another "
+            f"{list(x.placements)} on {x.device_mesh}. Redistribute the latter to the mesh of the former, "
+            "x.redistribute(mesh, [Shard(0)]) or [Replicate()]"
         )
     outside, own = split
     of_batch = outside.placements == batch.placements
@@ -226,9 +227,9 @@ def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
 
 
 def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
-    """Return the part that `_keep_part` cached for ``x``, or None.
+    """Return the shard that `_keep_part` cached for ``x``, or None.
 
-    The part is used only if ``x`` is sharded outside, and both or neither need a gradient.
+    It is used only if ``x`` is sharded outside of the style's mesh, and both or neither need a gradient.
     """
     platform = mesh.platform
     if not all(isinstance(p, Shard) for p in split.outside.placements):
@@ -239,7 +240,8 @@ def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
 
 
 def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int]) -> Any:
-    """Return ``local``, or with a placement ``own`` a DTensor on ``mesh`` of which it is the local tensor."""
+    """Return ``local``, or the DTensor on ``mesh`` with this local tensor and the placement ``own``, if that is not
+    None."""
     return local if own is None else DTensor._of_part(local, get_layout(mesh, (own,), shape))
 
 
@@ -249,7 +251,7 @@ def _is_empty(batch: Layout) -> bool:
 
 
 def _samples(batch: Layout, mesh: DeviceMesh) -> BatchPart:
-    """Return which samples of the batch a module with a style on ``mesh`` gets on this rank."""
+    """Return the samples of the batch that a module with a style on ``mesh`` gets on this rank."""
     dim = _batch_dim(batch)
     samples = batch.local_shape[dim]
     return BatchPart(mesh, dim, samples or 1, batch.local_offset[dim] if samples else 0, batch.shape[dim])
@@ -296,9 +298,9 @@ def _whole(y: Any, outside: Layout, mesh: DeviceMesh, what: str) -> Any:
     ):
         where = f"is on {y.device_mesh}" if distributed else "is a plain tensor"
         raise ValueError(
-            f"{what}, of shape {tuple(shape)}, {where}, and is not a shard of the batch of shape "
-            f"{tuple(outside.shape)}, placed {list(outside.placements)} on {outside.mesh}. This rank's shard of the "
-            f"batch has shape {tuple(outside.local_shape)}. Return a plain tensor or a DTensor on {mesh} with the "
+            f"{what}, of shape {tuple(shape)}, {where}, and does not have this rank's samples: its shard of the batch "
+            f"has shape {tuple(outside.local_shape)} (the batch of shape {tuple(outside.shape)} is placed "
+            f"{list(outside.placements)} on {outside.mesh}). Return a plain tensor or a DTensor on {mesh} with the "
             "same batch dimension, or call the module with plain tensors"
         )
     for dim in dims:

@@ -48,7 +48,7 @@ _REMEDY = (
 
 @dataclass
 class ExpertCall:
-    """This rank's call of an expert module.
+    """The arguments of this rank's call of an expert module.
 
     Attributes:
         given: the arguments, by position or name.
@@ -71,7 +71,7 @@ class ExpertCall:
     problem: tuple[int, int, int] = (0, 0, 0)
 
     def local_arguments(self, x: Any, numbers: Sequence[int], platform: Platform) -> dict[Key, Any]:
-        """Return the arguments for the local experts, which get ``numbers`` of the rows ``x``, in order."""
+        """Return the arguments for a call of the local experts. Expert i gets the next ``numbers[i]`` rows of ``x``."""
         given, experts = dict(self.given), self.given[self.experts]
         given[self.tokens] = x
         if self.weights is None:
@@ -182,7 +182,7 @@ def agree_on_routes(call: ExpertCall, mesh: DeviceMesh, sizes: Sequence[int], wh
 
 
 def _refuse(details: np.ndarray, facts: dict[str, Any], mesh: DeviceMesh, count: int, what: str) -> None:
-    """Raise the error for a call with a problem on some rank, or for calls that differ.
+    """Raise the error for a call that has a problem on some rank, or that differs between ranks.
 
     Args:
         details: a row for each rank: the problem, its two numbers, and the digests of the rank's facts.

@@ -24,7 +24,7 @@ __all__ = ["Inputs", "parts_of_batch", "parts_of_whole", "whole_for_summands"]
 
 
 class Inputs(NamedTuple):
-    """Plain arguments of an expert module after a conversion.
+    """Plain arguments of an expert module after a conversion, and the function that converts its result back.
 
     Attributes:
         args, kwargs: the arguments.
@@ -102,7 +102,7 @@ def parts_of_whole(args: tuple, kwargs: dict, mesh: DeviceMesh, count: int) -> I
 def whole_for_summands(args: tuple, kwargs: dict, mesh: DeviceMesh) -> Inputs:
     """Return replicated plain arguments for ranks that each compute a partial result.
 
-    Results are all-reduced in forward, gradients of the arguments in backward.
+    Results are all-reduced in forward, and gradients of the arguments in backward.
 
     Args:
         args, kwargs: the arguments.
@@ -153,9 +153,9 @@ def _placement(dim: DeviceMesh, mesh: DeviceMesh, name: str) -> Placement:
     if all(one is None or dim.is_beside(one) for one in over):
         return Replicate()
     raise ValueError(
-        f"{name} is called with DTensors on {dim}, but the gradients of its experts, on {mesh}, are not summed over "
-        f"all ranks of {dim}. Apply fully_shard or replicate to {name} over the other dimensions, or pass DTensors on "
-        f"{mesh}"
+        f"{name} is called with DTensors on {dim}, but its experts are on {mesh}, so their gradients would not be "
+        f"summed over all ranks of the input. Apply fully_shard or replicate to {name} over the dimensions that "
+        f"{mesh} lacks, or pass DTensors on {mesh}"
     )
 
 

@@ -46,7 +46,7 @@ def layout_of_even_part(x: Any, mesh: DeviceMesh, placement: Placement) -> Layou
 
 
 def tell_output(local: LocalForward, y: Any, whole: tuple[int, ...], mesh: DeviceMesh) -> Any:
-    """Report the placement of a plain output ``y`` to a followed program, and return ``y``.
+    """Report the placement of a plain output ``y`` to `check_plain_code`, if it follows the program, and return ``y``.
 
     Args:
         local: fast path that computed ``y``.

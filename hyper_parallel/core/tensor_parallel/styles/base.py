@@ -361,7 +361,7 @@ class ModuleStyle(ParallelStyle):
             return convert(module, *args, **kwargs)
 
         def tell_borders(module: Any, *args: Any, **kwargs: Any) -> Any:
-            """Run the module, and report the placements of its input and output to the followed program."""
+            """Run the module, and report the placements of its input and output to `check_plain_code`."""
             if len(args) != 1 or kwargs or type(args[0]) not in by_class or not args[0].shape:
                 return convert(module, *args, **kwargs)  # which reports the placements
             x, whole = args[0], args[0].shape

@@ -164,7 +164,10 @@ class ExpertParallel(ModuleStyle):
             return None
         root = mesh.get_root_mesh()
         if self.tp_dim not in (root.mesh_dim_names or ()):
-            raise ValueError(f"{self!r} is applied to {mesh}, a part of {root}, which has no dimension {self.tp_dim!r}")
+            raise ValueError(
+                f"{self!r} is applied to a slice of {root}, which has no dimension {self.tp_dim!r}: pass the name of "
+                "one of its dimensions as tp_dim"
+            )
         tp = root[self.tp_dim]
         if self.inside is None and not mesh.spans(tp):
             raise ValueError(
@@ -273,9 +276,10 @@ class ExpertParallel(ModuleStyle):
     def _own_tokens(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, tp: Any, count: int, name: str
     ) -> tuple[list[Inputs], int]:
-        """Return the steps that make this rank's plain arguments, which are those of the last step.
+        """Return the conversions of the arguments, and the number of losses that gradients of experts are averaged
+        over.
 
-        The second result is the number of losses. Gradients of experts are averages over the losses.
+        The last conversion has this rank's plain arguments.
         """
         common = mesh if tp is None else tp
         batch = parts_of_batch(args, kwargs, mesh, tp, count, name)

@@ -52,8 +52,11 @@ class _Zeros(AutogradFunction):
 
 
 class _Written(AutogradFunction):
-    """A copy of ``x`` after a write that changes no element on this rank. The value has a gradient on other ranks,
-    whose collectives must run here too. Saves nothing, since ``x`` is about to change."""
+    """A copy of ``x`` after a write that changes no element on this rank.
+
+    On other ranks the written value gets a gradient. So this rank must take part in the collectives of its backward.
+    Saves nothing, since ``x`` is about to change.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor) -> Tensor:
@@ -68,7 +71,7 @@ class _Written(AutogradFunction):
 
 
 def written_nothing(x: Tensor, value: Any) -> Tensor | None:
-    """Return ``x`` after a write that changes none of its elements, if ``value`` gets a gradient; else None."""
+    """Return ``x`` after a write that changes none of its elements. Return None if ``value`` gets no gradient."""
     if not (isinstance(value, Tensor) and is_recording() and value._requires_grad):
         return None
     Tensor.copy_(x, _Written.apply(x, value))
@@ -84,7 +87,7 @@ def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tens
 
 
 def safe_when_empty(op: NativeOp, flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
-    """Return the row, made safe for empty operands.
+    """Return the op-table row with a call that is safe for empty operands.
 
     Args:
         op: the row.
@@ -151,12 +154,15 @@ def _zeros(
 
 
 def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Return zeros without inputs, as on ranks with elements: collectives of backward run on all ranks or none."""
+    """Return zeros without inputs in the graph.
+
+    They have none on ranks with elements either. So collectives of backward run on all ranks or on none.
+    """
     return _zeros(op, func, operands, static_args, ())
 
 
 def nothing_taken(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Tensor:
-    """Return zeros in the dtype of the first operand, for operations whose static arguments contain sizes."""
+    """Return zeros in the dtype of the first operand, for operations whose static arguments contain the sizes."""
     return connected_zeros(_result_shapes(op, operands, static_args)[0], operands[0].dtype, operands)
 
 
@@ -190,13 +196,13 @@ def _nothing_written(x: Tensor) -> Tensor:
 
 
 def _dropout(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Draw numbers anyway, so that the generators of the ranks stay in step."""
+    """Draw random numbers for an empty shard too, so that the generators of all ranks stay in the same state."""
     op.call(func, (ops.ones((1,), ms.float32),), static_args)
     return nothing_taken(op, func, operands, static_args)
 
 
 def _written(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Return a copy of the first operand, to which nothing is written."""
+    """Return a copy of the first operand, which is the result of a write that changes nothing."""
     x = operands[0]
     if 0 in x.shape:
         return nothing_taken(op, func, operands, static_args)

@@ -80,7 +80,10 @@ _MixedPrecisionType: Any = _take("_c_expression", "MixedPrecisionType", lambda k
 
 
 def nodes_below(node: Any) -> set[int]:
-    """Return the recorded nodes that lead to ``node``, including itself: a number for each operation and each input."""
+    """Return the ids of the graph nodes that lead to ``node``, including itself.
+
+    There is one node for each operation and each input.
+    """
     seen: set[int] = set()
     todo = [node]
     while todo:
@@ -92,7 +95,7 @@ def nodes_below(node: Any) -> set[int]:
 
 
 class Casts:
-    """Context in which operands are cast to a kind of mixed precision, which a cell has from `Cell.to_float`."""
+    """Context in which operands are cast as `Cell.to_float` requests for a cell."""
 
     NONE = _MixedPrecisionType.NOTSET
 

@@ -1,11 +1,11 @@
-"""Random numbers of MindSpore's operations of the old kind.
+"""Random numbers of MindSpore's older kind of operations.
 
-A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global one and a counter of its
-kind, which the call advances. A cell such as `nn.Dropout` makes one primitive when it is made. The kernel of that
-primitive has its own stream of numbers, one for each shape. Without a global seed both have the seeds (0, 0), with
-which every process draws different numbers.
+A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global seed and a counter, which
+the call advances. A cell such as `nn.Dropout` makes one primitive when it is created. The kernel of that primitive has
+its own stream of numbers, one for each shape. Without a global seed, both use the seeds (0, 0), with which every
+process draws different numbers.
 
-The stream of a kernel on a CPU is not reproducible. After `REPEATED_CALLS` calls MindSpore tries other numbers of
+On CPUs the stream of a kernel is not reproducible. After `REPEATED_CALLS` calls MindSpore tries other numbers of
 threads, which share one generator, and keeps the fastest. So two ranks, or two runs of one program, diverge, whatever
 the seeds are. `Stream` is reproducible.
 """
@@ -39,7 +39,7 @@ _STREAMS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionar
 
 
 def undo_draw(kernel: str, seeds: tuple[int, int]) -> int | None:
-    """Move back the counter that gave ``seeds`` to an operation, because the operation will be called again.
+    """Decrease the counter that gave ``seeds`` to an operation, because the operation will be called again.
 
     Returns:
         The seed given to the operation, None for none.
@@ -96,8 +96,10 @@ def drop_channels(x: Any, p: float) -> Any:
 
 
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
-    """Return the dropout that replaces that of a layer on a mesh. It has the seeds of the layer on the mesh's first
-    rank, and a new stream. So all ranks draw the same numbers as the unsharded layer.
+    """Return the dropout that a layer uses on a mesh, in place of its own.
+
+    It has the seeds of the layer on the mesh's first rank, and a new stream. So all ranks draw the same numbers as the
+    unsharded layer.
 
     Args:
         primitive: primitive of the layer.

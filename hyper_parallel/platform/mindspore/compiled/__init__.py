@@ -1,1 +1,1 @@
-"""The second forward of a plan: cells that MindSpore compiles into graphs from their source."""
+"""Compilation of parallelised modules: cells that replace styled cells in MindSpore's graphs."""

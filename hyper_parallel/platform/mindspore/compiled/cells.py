@@ -81,7 +81,7 @@ def stand_in(cell: nn.Cell) -> GraphCell:
 
 
 def _state(cell: nn.Cell) -> tuple[Any, ...]:
-    """Return the state that `_make` depends on. The stand-in holds each object whose id is in the state."""
+    """Return the facts that the stand-in made by `_make` depends on: modes, hooks, forms and parameters."""
     state: list[Any] = [cell.training, cell.mixed_precision_type, cell._recompute_cell is None, *_hooks(cell)]
     parts = [cell] if is_leaf(cell) else [part for part in cell._cells.values() if part is not None and is_leaf(part)]
     for part in parts:
@@ -120,7 +120,7 @@ def _form(cell: nn.Cell) -> Program | None:
 
 
 def _column(cell: nn.Cell | None) -> Program | None:
-    """Return the style's description of a column-parallel linear layer whose input is the same on all ranks."""
+    """Return the style's description of a cell, if it is a column-parallel linear layer with a replicated input."""
     if cell is None or not is_leaf(cell):
         return None
     how = _form(cell)

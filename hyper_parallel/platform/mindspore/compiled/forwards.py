@@ -62,7 +62,7 @@ def make_cell(module: nn.Cell, how: Program) -> Layer:
 
 
 class Layer(GraphCell):
-    """A program as a cell: the step of the input, the operation, and the step of the output."""
+    """A cell that computes a `Program`: the step of the input, the operation, and the step of the output."""
 
     def __init__(self, module: Any, how: Program, own: dict[str, Any]) -> None:
         super().__init__(own)
@@ -216,7 +216,7 @@ _READERS: dict[str, Callable] = {
 
 
 class _Parameter(GraphCell):
-    """A parameter as the module's own code sees it."""
+    """A parameter as the module's own code reads it."""
 
     def __init__(self, p: Any, read: nn.Cell) -> None:
         super().__init__()

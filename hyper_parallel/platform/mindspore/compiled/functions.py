@@ -40,7 +40,7 @@ class Same(nn.Cell):
 
 
 class _AllReduce(nn.Cell):
-    """Cell that sums the ranks' summands."""
+    """Cell that all-reduces partial sums."""
 
     def __init__(self, ranks: Ranks) -> None:
         super().__init__(auto_prefix=False)
@@ -99,7 +99,7 @@ class _OwnPart(nn.Cell):
 
 
 class _ReduceScatter(nn.Cell):
-    """Cell that sums the ranks' summands and returns this rank's shard of the sum along ``dim``. Shards are equal."""
+    """Cell that reduces partial sums and returns this rank's shard of the result along ``dim``. Shards are equal."""
 
     def __init__(self, ranks: Ranks, dim: int) -> None:
         super().__init__(auto_prefix=False)
@@ -165,7 +165,7 @@ def step_cell(ranks: Ranks, source: Any, target: Any, sizes: tuple[int, ...] = (
 
 
 class ScatterAndAdd(nn.Cell):
-    """Cell that reduce-scatters summands and adds a replicated bias. All ranks use the bias in forward: otherwise
+    """Cell that reduce-scatters partial sums and adds a replicated bias. All ranks use the bias in forward: otherwise
     MindSpore would omit its gradient."""
 
     def __init__(self, ranks: Ranks, dim: int) -> None:

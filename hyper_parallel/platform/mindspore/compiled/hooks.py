@@ -22,7 +22,7 @@ __all__ = ["make_surrounded"]
 
 
 class _Conversion(GraphCell):
-    """Conversion of one input or output of ``module``: a program without operation."""
+    """Cell that converts one input or output of ``module``."""
 
     def __init__(self, module: Any, how: Program) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Answers for MindSpore's parser where it meets DTensors, when ``jit`` or graph mode makes graphs from source.
+"""Replacements for answers to MindSpore's parser that contain DTensors, when ``jit`` or graph mode compiles source
+code.
 
 In place of styled cells the parser gets their stand-ins (`forwards`, `hooks`). Only stand-ins may hold distributed
 parameters. Any other distributed tensor is an error. Reachable tensors raise before anything is parsed. Unreachable
@@ -155,7 +156,9 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         )
     if isinstance(owner, GraphCell) and owner.original is not None and name == "_cells":
         # The `_cells` of the stand-in has other names.
-        raise graph_error(what, Refused(owner.original, NotTracedError("its table of cells is read")), _ABOUT)
+        raise graph_error(
+            what, Refused(owner.original, NotTracedError("the code reads its table of submodules")), _ABOUT
+        )
     if isinstance(owner, GraphCell) and owner.original is not None and not hasattr(owner, name):
         owner = owner.original
         namespace = ClassMemberNamespace(owner)
@@ -166,7 +169,9 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
         return answer
     if has_stand_in(owner) and name == "_replaced_forward":
         raise graph_error(
-            what, Refused(owner, NotTracedError("the parser of graphs did not report a call of it")), _ABOUT
+            what,
+            Refused(owner, NotTracedError("MindSpore calls it in a way that cannot be traced")),
+            _ABOUT,
         )
     # Modules and dicts of names are not searched, because the function uses only a part of them.
     if not isinstance(answer, dict) or isinstance(owner, nn.Cell):
@@ -180,7 +185,7 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
 
 
 def checked_answer(original: Callable, *args: Any) -> Any:
-    """Replace other functions of MindSpore that answer the parser: a DTensor in the answer raises."""
+    """Replace other functions of MindSpore that answer the parser. They raise if the answer has a DTensor."""
     answer = original(*args)
     if is_dispatching():
         found = next(_tensors_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
@@ -213,7 +218,7 @@ def _with_stand_ins(answer: Any) -> Any:
         found = _changed(answer)
         return answer if found is None else type(answer)(found)
     if type(answer) is dict and any(map(has_stand_in, answer.values())):
-        raise NotTracedError("modules with styles in a dict")
+        raise NotTracedError("it is a dict of modules with styles")
     return answer
 
 

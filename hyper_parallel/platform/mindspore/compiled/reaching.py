@@ -104,7 +104,10 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
 
 
 def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
-    """Return the objects that ``x`` holds. It creates none: an object known by its id must stay alive."""
+    """Return the objects that ``x`` refers to.
+
+    It creates none, because objects are known by their id and must stay alive.
+    """
     if isinstance(x, (tuple, list, set, frozenset)):
         return x
     if isinstance(x, dict):
@@ -120,10 +123,11 @@ def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
 
 
 def _parts_of_function(function: FunctionType, beside_weights: bool) -> tuple[Iterable[Any], frozenset[str]]:
-    """Return the objects that a function leads to, and the attribute names that it uses.
+    """Return the objects that a function refers to, and the attribute names that it uses.
 
-    With ``beside_weights``, the weights of MindSpore's gradient functions are left out: graphs only differentiate
-    with respect to them."""
+    With ``beside_weights``, the weights of MindSpore's gradient functions are left out: graphs only differentiate with
+    respect to them.
+    """
     loaded, attributes = _names_in(function.__code__)
     closure = [
         cell.cell_contents

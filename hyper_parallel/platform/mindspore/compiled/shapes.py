@@ -58,8 +58,9 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
         if cut is not None and compare is not None and (features is None or cut != ndim - 1):
             if mesh._has_uneven_shards:
                 raise RuntimeError(
-                    f"{label!r} in a graph: a layer has returned plain shards of unequal sizes, so ranks compare "
-                    "plain shards in every later call. Call the module without jit"
+                    f"{label!r} in a graph: a layer has returned plain shards of unequal sizes. From then on ranks "
+                    "compare the sizes of plain shards in every call, which a graph cannot do. Call the module without "
+                    "jit"
                 )
             pending_comparisons.append((compare, label, tuple(shape)))
         return True

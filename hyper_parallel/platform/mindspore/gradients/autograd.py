@@ -245,7 +245,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
 
 
 class AutogradVerbs:
-    """Group "autograd" of the contract."""
+    """MindSpore's implementation of `AutogradRole` and `PassRole`."""
 
     def requires_grad(self, x: Any) -> bool:
         # MindSpore reports it also for a mask of a tensor that requires a gradient, unless the mask is empty.

@@ -67,7 +67,8 @@ class LocalGradients:
 
     @classmethod
     def tell(cls, operation: Any) -> None:
-        """Warn, once, of the gradients that `mindspore.grad` or `value_and_grad` returns to the program."""
+        """Warn once that `mindspore.grad` or `value_and_grad` returns this rank's shards of gradients to the
+        program."""
         if not cls.told and cls.parts and isinstance(operation, _Grad) and operation.get_by_list:
             cls.told = True
             name = "value_and_grad" if operation.get_value else "grad"

@@ -58,7 +58,7 @@ def attention_by_heads(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _is_served(a: dict[str, Any]) -> bool:
-    """Return whether a call, given by argument name, uses nothing that is left to MindSpore's function."""
+    """Return whether a call, given by argument name, uses only features that this module supports."""
     none = ("bias_k", "bias_v", "static_k", "static_v")
     query, mask = a["query"], a["attn_mask"]
     return (

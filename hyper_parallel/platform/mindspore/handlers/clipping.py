@@ -71,7 +71,7 @@ def norm_of_all(plain: Callable, x: Any, norm_type: Any) -> Any:
 
 
 def looking(plain: Callable, inputs: Any) -> Any:
-    """Replace the function that checks whether all ``inputs`` are finite: all ranks get one answer."""
+    """Replace the function that checks whether all ``inputs`` are finite, so that all ranks get the same answer."""
     if not is_dispatching() or not isinstance(inputs, (tuple, list)):
         return plain(inputs)
     layouts = [_layout_of(t) for t in inputs]
@@ -131,8 +131,10 @@ def _distributed(tensor: Any, layout: Any) -> Any:
 
 
 def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
-    """Return the clipped gradient in the form of ``given``. The norm is distributed, so divided gradients are too.
-    ``joined`` is the layout used for clipping, in place of ``layout``."""
+    """Return the clipped gradient in the form of ``given``: plain or distributed, in its layout.
+
+    If it is distributed, its layout is ``joined``.
+    """
     if not isinstance(clipped, InterceptedTensor):
         return clipped
     if isinstance(given, InterceptedTensor):

@@ -1,4 +1,4 @@
-"""Entry points of MindSpore that neither ``__fallback__`` nor an overridden method sees.
+"""Functions of MindSpore that bypass ``__fallback__`` and overridden methods, and their replacements.
 
 The replacements (`platform.mindspore.patches`) change nothing for plain tensors. Without them MindSpore would silently
 compute on the shard.
@@ -55,7 +55,7 @@ def stack(prim: Any, tensors: tuple) -> Any:
 
 
 def add_all(prim: Any, tensors: tuple) -> Any:
-    """Run `ops.AddN`. Summands of a norm have one element each, and may be on several meshes."""
+    """Run `ops.AddN`. In a norm, the added tensors have one element each, and may be on several meshes."""
     by_mesh: dict[Any, list[Any]] = {}
     for t in tensors:
         by_mesh.setdefault(t._layout.mesh if isinstance(t, InterceptedTensor) else None, []).append(t)

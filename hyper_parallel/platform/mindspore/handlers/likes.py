@@ -1,7 +1,7 @@
-"""Tensors made after the model of a DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and similar functions.
+"""Functions that make a tensor like a given DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and others.
 
 MindSpore's functions read the shape, which is the global one, and make a plain tensor. Their replacements
-(`platform.mindspore.patches`) give the result the layout of the model, and change nothing for plain tensors. Random
+(`platform.mindspore.patches`) give the result the layout of the DTensor, and change nothing for plain tensors. Random
 numbers are those of a single device.
 """
 

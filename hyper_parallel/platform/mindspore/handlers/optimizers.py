@@ -163,8 +163,8 @@ def _written_in_operations(optimizer: Any) -> Iterator[None]:
 def run_compiled_step(original: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
     """Run the compiled ``construct`` of one of MindSpore's optimizers while interception is on.
 
-    `nn.AdaFactor` runs operation by operation, so its function is called uncompiled. Otherwise, a class derived from an
-    element-wise optimizer called ``super().construct``, which steps on the local tensors.
+    For `nn.AdaFactor`, which runs operation by operation, the uncompiled function is called. In other cases, a class
+    derived from an element-wise optimizer has called ``super().construct``, which steps on the local tensors.
     """
     if isinstance(executor.obj, nn.AdaFactor):
         return executor.fn(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""`mindspore.recompute` of a cell, which reads the parameters of the cell when forward runs."""
+"""`mindspore.recompute` of a cell, which would give gradients to the tensors that replace the cell's parameters."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ __all__ = ["checked_block"]
 
 
 def checked_block(original: Callable, recomputed: Any, block: Any) -> Any:
-    """Run ``original(recomputed, block)``: the cell ``recomputed`` takes the parameters of ``block``, a cell or a
-    method.
+    """Run ``original(recomputed, block)``, by which the cell ``recomputed`` takes the parameters of ``block``, a cell
+    or a method.
 
-    While a unit runs, other tensors replace its parameters. MindSpore would give the gradients to the replacements.
+    While a unit of data parallelism runs, other tensors replace its parameters. MindSpore would give the gradients to
+    the replacements.
 
     Raises:
         ValueError: for a cell with parameters of a unit that runs.

@@ -28,7 +28,7 @@ def call_native(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def as_called(canonical: str, takes: str, facts: Facts, native: Native = call_native) -> NativeOp:
-    """Return a row of the canonical operation.
+    """Return an op-table row for the canonical operation.
 
     Args:
         canonical: name of the operation.
@@ -44,7 +44,7 @@ def as_called(canonical: str, takes: str, facts: Facts, native: Native = call_na
 
 
 def _placed(native: Native, func: Any, operands: Sequence[Any], static_args: tuple) -> Any:
-    """Run the call with the operands inserted."""
+    """Run the call with ``operands`` in place of its tensors."""
     *_, places, rest, named = static_args
     rest, named = [given_again(x) for x in rest], [(name, given_again(x)) for name, x in named]
     args, kwargs = placed(operands, (places, rest, named))
@@ -94,7 +94,8 @@ def _found(given: Given, shapes: tuple, native: Native, facts: tuple) -> Any:
 
 
 def _stand_in(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Return unit matrices, which have inverses and factors, or zeros for integers, which may be indices."""
+    """Return small tensors to determine result shapes: unit matrices, because they are invertible; zeros for
+    integers."""
     if dtype in FLOATS and len(shape) > 1 and 0 not in shape:
         return ops.broadcast_to(ops.eye(shape[-2], shape[-1], dtype), shape)
     return ops.zeros(shape, dtype)

@@ -63,8 +63,10 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 @dataclass(frozen=True)
 class _Held:
-    """Form of a non-operand tensor, such as sizes or dimensions, in static arguments. Every rank has this tensor, or a
-    DTensor of it."""
+    """Stored values and dtype of a tensor in static arguments, such as sizes or dimensions.
+
+    Every rank has this tensor, or a DTensor of it.
+    """
 
     values: Any
     dtype: Any
@@ -74,7 +76,7 @@ class _Held:
 
 
 def _told(value: Any) -> Any:
-    """Return the numbers that a form stands for: a number, or a tuple of numbers."""
+    """Return the numbers in a static argument: a number, or a tuple of numbers."""
     if isinstance(value, _Held):
         value = value.values
     return tuple(map(_told, value)) if isinstance(value, (list, tuple)) else value
@@ -90,7 +92,7 @@ def _kept(value: Any) -> Any:
 
 
 def given_again(value: Any) -> Any:
-    """Return the value from the form that `WORDS` has stored."""
+    """Return a static argument with tensors in place of `_Held` objects."""
     if isinstance(value, tuple):
         return tuple(map(given_again, value))
     return value.tensor() if isinstance(value, _Held) else value
@@ -137,7 +139,7 @@ def row(
     by_function: bool = False,
     adjust: Adjust | None = None,
 ) -> NativeOp:
-    """Return a row of the canonical operation ``name``.
+    """Return an op-table row for the canonical operation ``name``.
 
     Args:
         name: the canonical operation.
@@ -149,13 +151,13 @@ def row(
 
 
 def instead(function: Callable) -> Call:
-    """Return a ``call`` that runs ``function`` in place of the native one. That has no kernel on CPU, or takes
-    different arguments."""
+    """Return a ``call`` that runs ``function`` in place of the native one, which may have no CPU kernel."""
     return lambda func, operands, static_args: function(*operands, *static_args)
 
 
 def repeated(name: str, takes: str, by_function: bool = False, adjust: Adjust | None = None) -> NativeOp:
-    """Return a row that repeats the native call with its original arguments, because these differ too much."""
+    """Return an op-table row that repeats the native call with its original arguments, because these differ too
+    much."""
     return row(name, f"{takes} ...", call_again, by_function, adjust)
 
 
@@ -191,7 +193,7 @@ def _inplace(call: Call) -> Call:
 
 
 def elementwise(name: str, takes: str = "*", flat: bool | tuple[int, ...] = False, inside: float = 9) -> NativeOp:
-    """Return a row for an element-wise primitive.
+    """Return an op-table row for an element-wise primitive.
 
     Args:
         name: the canonical operation.

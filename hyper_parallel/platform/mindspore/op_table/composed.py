@@ -45,7 +45,10 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 
 
 def _choose_element_wise(row: NativeOp, place: int) -> Choose:
-    """Return a choice for losses: ``row`` without a reduction. A sum or a mean is composed instead."""
+    """Return a function that chooses ``row`` for losses without a reduction.
+
+    A sum or a mean is composed instead.
+    """
     return lambda args, kwargs: row if _REDUCTIONS.get(args[place]) == "none" else None
 
 

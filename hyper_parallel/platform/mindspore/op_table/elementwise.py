@@ -67,7 +67,7 @@ def _full(x: Any, fill_value: float, dtype: Any = None, **_: Any) -> Any:
 
 
 def _dtype(dtype: Any) -> Any:
-    """Return a dtype. Overloads pass a dtype, generated code its number."""
+    """Return a dtype. Overloads pass the dtype itself, and generated code passes its number."""
     return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
 
 
@@ -106,14 +106,16 @@ OPS: dict[str, NativeOp] = by_name(
 
 
 def _cast(args: tuple, kwargs: dict) -> NativeOp:
-    """Choose the row of a conversion, which is linear only if it does not round to integers or booleans."""
+    """Choose the op-table row for a conversion, which is linear only if it does not round to integers or booleans."""
     dtype = _dtype(kwargs.get("dtype", args[1] if len(args) > 1 else None))
     return _LINEAR_UNARY if dtype is None or dtype in DIFFERENTIABLE else _POINTWISE_UNARY
 
 
 def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of BiasAdd. It adds along dim 1, an ordinary broadcast for matrices, as nn.Dense uses it;
-    otherwise it is a composition."""
+    """Choose the op-table row for BiasAdd.
+
+    It adds along dim 1. For matrices, as in nn.Dense, that is an ordinary broadcast; otherwise it is a composition.
+    """
     return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 
 

@@ -35,7 +35,7 @@ def labelled(
     shapes: Callable[[Given], tuple] | None = None,
     fresh: bool = False,
 ) -> NativeOp:
-    """Return a row of the operation ``labelled``.
+    """Return an op-table row for the operation ``labelled``.
 
     Args:
         text: arguments and operands, see `as_called`.
@@ -72,7 +72,7 @@ _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """Return facts that no rule can serve: the signature has one dimension too many for each operand."""
+    """Return the signature and shapes of a call that no rule supports: every operand has one dimension too many."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 
@@ -82,7 +82,7 @@ def _fits(signature: str, shapes: tuple) -> bool:
 
 
 def _repeated(signature: str, results: int) -> str:
-    """Return the signature with its result repeated ``results`` times."""
+    """Return the signature with its result listed ``results`` times."""
     dims, bar, terms = signature.partition("|")
     operands, result = dims.split("->")
     return signature if "," in result else f"{operands}->{','.join([result] * results)}{bar}{terms}"
@@ -177,8 +177,11 @@ def _transposed(dims: int) -> Sign:
 
 
 def _call_transposed(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """Call a transposed convolution. The call also has the global sizes of its result, of which this rank computes a
-    shard. The primitive has the channels of x, the output channels of the convolution whose gradient it is."""
+    """Call a transposed convolution, whose primitive is the gradient of a convolution.
+
+    The call also has the global sizes of its result, of which this rank computes a shard. The primitive's number of
+    channels is that of x, which is the convolution's number of output channels.
+    """
     p, (x, weight, sizes) = func.prim, args
     prim = _conv_transpose(weight.shape[0], p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
     return prim(x, weight, (x.shape[0], weight.shape[1], *sizes[2:]))
@@ -280,7 +283,8 @@ def _group_norm(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def _states(given: Given) -> tuple:
-    """Return the result shapes of an LSTM layer that matter: those of each step, and the last states."""
+    """Return the shapes of the results of an LSTM layer that the rule uses: the outputs of each step, and the last
+    states."""
     x, h, c, _ = given.shapes
     return (*x[:2], h[0] * h[2]), h, c
 

@@ -71,7 +71,8 @@ _EMBEDDING = row("embedding", "ids/x/input weight padding_idx=None", _embedding)
 
 
 def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of ``Gather(x, ids, axis, batch_dims)``: an embedding look-up, an index_select, or none."""
+    """Choose the op-table row for ``Gather(x, ids, axis, batch_dims)``: an embedding look-up, an index_select, or
+    none."""
     x, ids, axis = args[:3]
     if kwargs or (len(args) > 3 and args[3]) or not isinstance(ids, Tensor):
         return None
@@ -81,12 +82,12 @@ def _choose_gather(args: tuple, kwargs: dict) -> NativeOp | None:
 
 
 def _choose_embedding(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of an embedding without max_norm."""
+    """Choose the op-table row for an embedding without max_norm."""
     return _EMBEDDING if len(args) < 4 or args[3] is None else None
 
 
 def _choose_embedding_lookup(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of a look-up in a matrix, without an offset."""
+    """Choose the op-table row for a look-up in a matrix, without an offset."""
     return _GATHERED_ROWS if len(args[0].shape) == 2 and (len(args) < 3 or args[2] == 0) else None
 
 
@@ -115,8 +116,10 @@ _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)
 
 
 def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row for the layout (batch, heads, length, features) without the rarer operands; others have no
-    rule."""
+    """Choose the op-table row for the layout (batch, heads, length, features).
+
+    Calls with the rarer operands have no rule.
+    """
     known = len(args) == 18 and args[_LAYOUT] == _BNSD and all(args[i] is None for i in _RARE)
     return _FLASH_ATTENTION if known else None
 

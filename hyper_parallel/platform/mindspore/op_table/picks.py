@@ -44,7 +44,7 @@ _CONSECUTIVE = row("unique_in_order", lambda func, args, kwargs: (args[:1], args
 
 
 def _unique_consecutive(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return elements that differ from their predecessor. MindSpore ignores results that were not requested."""
+    """Return elements that differ from their predecessor, and the indices and counts, or None if not requested."""
     x, places, counts, dim = args
     found = _dispatch(_CONSECUTIVE, func, (x,), dim, bool(places), bool(counts))
     remaining = iter(found if isinstance(found, tuple) else (found,))
@@ -76,7 +76,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """Return an index in which the indices of its true elements replace each distributed mask."""
+    """Return an index with each distributed mask replaced by the indices of the mask's true elements."""
     found: list[Any] = []
     for item in index:
         found += _nonzero_columns(None, (item,), {}) if is_mask(item) else [item]

@@ -72,7 +72,7 @@ _MEDIAN = repeated("reduce_pair", "x dims=-1 keepdim=False")
 
 
 def _choose_median(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of a median; on Ascend the primitive takes the median of all elements."""
+    """Choose the op-table row for a median; on Ascend the primitive takes the median of all elements."""
     return _MEDIAN if device_target() == "CPU" else None
 
 
@@ -117,7 +117,7 @@ VARIANTS: dict[str, Choose] = by_name(
 
 # -------------------------------------------------------------------- along a dimension
 def _of_last(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """Use the last dim by default."""
+    """Read the dim of a reduction; the default is the last one."""
     dim, *others = static_args
     return xs, (-1 if dim is None else dim, *others)
 

@@ -36,8 +36,10 @@ def _nothing(given: Given) -> tuple:
 
 # -------------------------------------------------------------------- indices of several dimensions
 def _at_points(terms: str, adds: bool = False) -> NativeOp:
-    """Return the row of ``x[index[t, 0], index[t, 1], ...] = updates[t]``, or of another combination. Updates that add
-    may be split."""
+    """Return the op-table row for ``x[index[t, 0], index[t, 1], ...] = updates[t]``, or for another combination.
+
+    Updates that are added may be sharded.
+    """
 
     def sign(given: Given) -> str | None:
         x, index, updates = given.shapes
@@ -76,7 +78,7 @@ def _scattered(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
 
 
 def _segments(terms: str) -> NativeOp:
-    """Return the row of ``result[ids[t]] += x[t]``, or of another combination."""
+    """Return the op-table row for ``result[ids[t]] += x[t]``, or for another combination."""
 
     def sign(given: Given) -> str | None:
         x, ids = given.shapes
@@ -95,7 +97,7 @@ _SEARCHED = as_called("searchsorted", "sequences/x values", _nothing)
 
 
 def _choose_search(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of a search without a sorter."""
+    """Choose the op-table row for a search without a sorter."""
     return _SEARCHED if len(args) < 3 or args[2] is None else None
 
 
@@ -108,7 +110,7 @@ _ADDED = as_called("index_write", "x index source", _by_attribute, _of_copy)
 
 
 def _choose_index_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of `ops.index_add`. It writes to a parameter, which only the original call does."""
+    """Choose the op-table row for `ops.index_add`. It writes to a parameter, which only the original call does."""
     return None if isinstance(args[0], Parameter) else _ADDED
 
 

@@ -51,7 +51,7 @@ _REPEAT_INTERLEAVE = row("repeat_interleave", "", instead(ops.repeat_interleave)
 
 
 def _choose_repeat_interleave(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of a constant number of repeats along a dim; other calls have no rule."""
+    """Choose the op-table row for a constant number of repeats along a dim; other calls have no rule."""
     given = dict(zip(("repeats", "dim"), args[1:], strict=False)) | kwargs
     along = given.get("dim", given.get("axis"))
     return _REPEAT_INTERLEAVE if isinstance(given.get("repeats"), int) and along is not None else None
@@ -68,8 +68,10 @@ def _of_unstack(func: Any, xs: tuple, static_args: tuple) -> Bound:
 
 
 def _padded(given: Given) -> tuple:
-    """Return the facts of a pad. MindSpore lists (before, after) from the last dimension backwards, the rule from the
-    first."""
+    """Return the static arguments of a pad.
+
+    MindSpore lists (before, after) from the last dimension backwards, the rule from the first.
+    """
     numbers, prim = given.values["paddings"], given.func.prim
     ndim, count = len(given.shapes[0]), len(numbers) // 2
     if len(numbers) % 2 or count > ndim or not prim.paddings_contiguous:
@@ -191,7 +193,7 @@ _INDEXING: dict[str, NativeOp] = {
 
 
 def _choose_strided_slice(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the row of a strided slice without masks, which change the meaning of bounds."""
+    """Choose the op-table row for a strided slice without masks, which change the meaning of bounds."""
     return None if any(args[4:]) or kwargs else _STRIDED_SLICE
 
 

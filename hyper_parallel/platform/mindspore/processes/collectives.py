@@ -47,15 +47,17 @@ def dense(x: Tensor) -> Tensor:
 
 
 def copied(x: Tensor) -> Tensor:
-    """Return a contiguous copy. ``Clone`` has no kernel on CPU, and a product takes four times as long as concatenating
-    one tensor."""
+    """Return a contiguous copy, made by concatenating a single tensor.
+
+    ``Clone`` has no kernel on CPU, and a multiplication by 1 takes four times as long.
+    """
     if x._shape:
         return mint.cat((x,), 0)
     return ops.logical_and(x, True) if x.dtype == ms.bool_ else x * 1
 
 
 class CollectiveVerbs:
-    """Group "collectives" of the contract."""
+    """MindSpore's implementation of `CollectiveRole`."""
 
     #: Method of `GroupVerbs`.
     check_group: Callable[[Any], None]

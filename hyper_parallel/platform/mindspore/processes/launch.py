@@ -120,7 +120,7 @@ class World:
 
 
 class GroupVerbs:
-    """Group "process groups" of the contract."""
+    """MindSpore's implementation of `GroupRole`."""
 
     comm_backend: ClassVar[str] = "mccl"
     _world: World | None = None

@@ -31,7 +31,7 @@ def is_communication_failure(error: Exception) -> bool:
 def check_group(group: Any, lost: Lost) -> None:
     """Raise RuntimeError, a communication failure, for a lost group."""
     if group in lost:
-        raise RuntimeError("mccl is not called again, because ranks of the group were missing in an earlier collective")
+        raise RuntimeError("mccl is not called again, because this group lost ranks: start new processes")
 
 
 def find_missing_ranks(

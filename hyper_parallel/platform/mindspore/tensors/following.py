@@ -77,7 +77,7 @@ class MarkedTensor(InterceptedTensor):
 
 
 def _layouts(args: Sequence[Any], kwargs: dict | None) -> set[Any]:
-    """Layouts of the tensors in arguments: None of plain ones, and of none."""
+    """Return the layouts of the tensors in arguments; None for a plain tensor."""
     return {None, *(getattr(x, "_layout", None) for x in tensors_in((tuple(args), kwargs), Tensor))}
 
 

@@ -42,7 +42,7 @@ _STEPPING: list[Any] = []
 
 
 class ObservationVerbs:
-    """Group "observation" of the contract."""
+    """MindSpore's implementation of `ObservationRole`."""
 
     #: Patches that are installed during observation.
     watching: PatchSet
@@ -84,7 +84,7 @@ class ObservationVerbs:
         return COLLECTIVES[name][0] if known else None
 
     def is_collective(self, native: Any) -> bool:
-        """See `Platform.is_collective`: of primitives too."""
+        """Return whether a function or a primitive communicates. See `Platform.is_collective`."""
         return is_collective(getattr(native, "name", "")) or self.collective_kind(native) is not None
 
 

@@ -98,7 +98,10 @@ class Unknown(Function):
 
 
 class _Named(Function):
-    """A function for rows that read it, where MindSpore makes a new object for each call. Compares by name."""
+    """A function of which MindSpore makes a new object for each call.
+
+    It compares by name, so that its calls are cached.
+    """
 
     __slots__ = ()
 

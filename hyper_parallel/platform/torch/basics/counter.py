@@ -23,7 +23,7 @@ def numbers(
     """Return a shard of random numbers from the counter-based generator; see `Platform.numbers_by_counter`."""
     if dtype not in _BITS:
         raise TypeError(
-            f"random numbers of {dtype} cannot be drawn by counter: draw floating point numbers, and convert them"
+            f"parallel_rng='counter' draws no numbers of {dtype}: draw floating point numbers, and convert them"
         )
     dtype = key.to(dtype).dtype  # an NPU converts to float32 in place of float64
     halves = (key * 65536).long()

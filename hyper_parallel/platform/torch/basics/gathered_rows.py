@@ -13,7 +13,10 @@ __all__ = ["GatheredRows"]
 
 
 class GatheredRows(Rows):
-    """Staging buffer with one tensor object, so that it is split only once. Its storage exists while rows do."""
+    """Staging buffer that keeps one tensor object, so that views of it are made once.
+
+    Its storage exists only while it has rows.
+    """
 
     def __init__(self, whole: Tensor, count: int, lengths: Sequence[int]) -> None:
         self._whole, self._rows = whole.data, torch.empty_like(whole)

@@ -116,7 +116,7 @@ class ObservationVerbs(Platform):
         return _KINDS[name][0] if namespace in _NAMESPACES and name in _KINDS else None
 
     def is_collective(self, native: Any) -> bool:
-        """See `Platform.is_collective`."""
+        """Return whether a function or an operation communicates; see `Platform.is_collective`."""
         if isinstance(native, OpOverloadPacket):
             return str(native).partition(".")[0] in _NAMESPACES
         return str(getattr(native, "__module__", "")).startswith("torch.distributed.")

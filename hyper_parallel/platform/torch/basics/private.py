@@ -205,7 +205,7 @@ def _set_order(node: Any, number: int) -> None:
 
 
 def _leave_order(node: Any, number: int) -> None:
-    """Do nothing, where a node's position in the order of backward cannot be set."""
+    """Do nothing, as a substitute where the order of a node in backward cannot be changed."""
 
 
 set_order: Callable[[Any, int], None] = _set_order
@@ -216,7 +216,7 @@ with torch.enable_grad(), torch.inference_mode(False):
 
 
 def _check_tensors() -> None:
-    """Check members of nodes and tensors that torch keeps private. One table of hooks serves many nodes."""
+    """Check private members of torch's nodes and tensors. They must allow one table of hooks for many nodes."""
     for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
         _take(f"Tensor.{name}", lambda _: True)
     with torch.enable_grad(), torch.inference_mode(False):
@@ -235,7 +235,7 @@ native_functions: Any = _take("_C._nn", inspect.ismodule, F)
 
 
 def native(name: str) -> Any:
-    """Return the native function below a function of `torch.nn.functional`, which only handles further arguments.
+    """Return the native function that a function of `torch.nn.functional` calls after handling more arguments.
 
     Returns the function of `torch.nn.functional` itself if there is no native one.
     """

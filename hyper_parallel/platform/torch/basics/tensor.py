@@ -38,7 +38,7 @@ HANDLERS: dict[Any, Handler] = {}
 
 
 class State:
-    """The DTensor class, shared by all torch devices, and the services that core passed with it."""
+    """The DTensor class, which all torch devices share, and core's services."""
 
     #: Services of core for torch, available once the class is made.
     core: ClassVar[Core]
@@ -81,12 +81,12 @@ def is_dtensor(x: Any) -> bool:
 
 
 def allow_dtensors(allowed: bool) -> None:
-    """Allow DTensors to be made, because torch is patched, or forbid it."""
+    """Set whether DTensors may be made; they may while torch is patched."""
     State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
 
 
 def stand_for(replacement: Any, original: Any) -> None:
-    """Give ``replacement``, which replaces ``original`` in torch, the handler of ``original``."""
+    """Register the handler of ``original`` for ``replacement``, by which a patch replaces ``original``."""
     if original in State.table:
         State.table[replacement] = State.table[original]
 

@@ -26,7 +26,7 @@ def resized(x: Tensor) -> None:
 
 
 class _Size:
-    """Bytes of one storage in the count of a `Usage`."""
+    """The counted bytes of one storage."""
 
     def __init__(self, usage: Usage) -> None:
         self.usage, self.bytes = usage, 0

@@ -20,7 +20,7 @@ __all__ = ["refuse_flat_parameter", "watch_wrappers"]
 
 
 def watch_wrappers(hooks: Any) -> Any:
-    """Return the hook that checks every model that is wrapped, for torch's global ``hooks`` on registration."""
+    """Return a hook for torch's registration of submodules, which checks every model that a wrapper takes."""
     return _check
 
 
@@ -71,7 +71,10 @@ def _check_replicas(model: Any) -> None:
 
 
 def _is_flat(x: Any) -> bool:
-    """Return False to the function that collects the names of parameters for state dicts. Raise for FSDP itself."""
+    """Raise TypeError, because FSDP is about to flatten and shard a DTensor.
+
+    Return False if only the function that collects parameter names for state dicts asks.
+    """
     asking = sys._getframe(2)  # the frame behind the isinstance of a metaclass
     if asking.f_code.co_name == "module_fn" and asking.f_globals["__name__"] == "torch.distributed.fsdp._common_utils":
         return False

@@ -1,1 +1,1 @@
-"""torch.compile of parallelised modules: the second forward of a plan, and DTensors as torch's compiler sees them."""
+"""torch.compile of parallelised modules: forwards of styled modules, and DTensors, for torch's compiler."""

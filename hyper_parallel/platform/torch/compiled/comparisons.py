@@ -27,7 +27,7 @@ _BY_KEY: WeakValueDictionary[int, Shards] = WeakValueDictionary()
 
 
 class Shards:
-    """The plain shards that a style takes at one place.
+    """The plain shards at one input or output of a style.
 
     Args:
         compare: comparison from the data of the style.

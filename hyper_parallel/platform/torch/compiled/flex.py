@@ -31,7 +31,7 @@ MIXES: ContextVar[Any] = ContextVar("hyper_parallel_flex_mixes", default=None)
 
 
 class Flex:
-    """Original function, which the patch sets, and the handler of DTensors, which registers itself."""
+    """The original function, which the patch stores, and the handler of DTensors."""
 
     #: Function with torch's original code; call it with all arguments.
     original: Any = None

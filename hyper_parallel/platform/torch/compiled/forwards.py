@@ -64,7 +64,7 @@ def make_run(module: nn.Module, how: Program | None) -> Callable[..., Any] | Non
 
 
 def _read_of(module: Any, cls: type) -> tuple:
-    """Return the facts about a module that its class does not determine: `run` depends on them."""
+    """Return the attributes of a module, besides its class, that its ``run`` depends on."""
     return (module.padding_idx, is_simple(module)) if cls is nn.Embedding else ()
 
 
@@ -81,7 +81,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
     even, packed, last_features = how.even, how.packed, how.partial_features
 
     def before(given: Any, x: Tensor, cut: int | None, to: int | None) -> Tensor | None:
-        """Return the input as the operation takes it, sharded along ``to``, or None where it does not fit."""
+        """Return the input in the form that the operation needs, sharded along ``to``; None if that is not possible."""
         last = x.ndim - 1
         moved = features is not None and cut != to and last in (cut, to)
         if moved and (x.shape[last] * (moves.size if cut == last else 1) != features or (packed and to == last)):
@@ -136,7 +136,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
 
 
 def _summed(moves: Moves, y: Any, features: int) -> Any:
-    """Return ``y``, where backward all-reduces the gradient of its last ``features`` features, -1 for all."""
+    """Return ``y``. Backward all-reduces the gradient of its last ``features`` features; -1 means all."""
     if not features or moves.size == 1:
         return y
     if features < 0:

@@ -101,12 +101,12 @@ take = _Step.apply
 
 
 def read_for_parts(x: Tensor, group: str) -> Tensor:
-    """Return a replicated tensor for consumers that each return a summand of its cotangent: Megatron's f."""
+    """Return a replicated tensor for consumers that each return a partial cotangent: Megatron's f."""
     y: Tensor = take(x, "read_for_parts", None, None, (), 0, 0, group)
     return y
 
 
 def sum_up(x: Tensor, group: str) -> Tensor:
-    """Return the sum of the ranks' summands: Megatron's g."""
+    """Return the all-reduced partial sums: Megatron's g."""
     y: Tensor = take(x, "sum", SUMMANDS, None, (), 0, 0, group)
     return y

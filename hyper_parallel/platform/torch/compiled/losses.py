@@ -27,7 +27,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 @dataclass(frozen=True)
 class Found:
-    """The facts of `ClassShards` for a compiled loss.
+    """Data for a compiled loss, made from `ClassShards`.
 
     Attributes:
         group, ranks, total, offset, size: see `ClassShards`.
@@ -126,7 +126,7 @@ def _traced(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
-    """Return whether the operands are plain tensors of fitting dtypes, and the options valid."""
+    """Return whether the operands are plain tensors of supported dtypes, and the options are valid."""
     dtensor = State.tensor_class.__bases__[0]
     for one in (x, target) if weight is None else (x, target, weight):
         if not isinstance(one, Tensor) or isinstance(one, dtensor):
@@ -137,7 +137,7 @@ def _fits(x: Any, target: Any, weight: Any, options: Options) -> bool:
 
 
 class TracedVerbs:
-    """The verbs of `LocalVerbs` that losses call, each in a form that the compiler differentiates."""
+    """The `LocalVerbs` that losses call, each in a form that the compiler can differentiate."""
 
     narrow, masked_fill, to_dtype = map(staticmethod, (Tensor.narrow, Tensor.masked_fill, Tensor.to))
     log, unsqueeze = map(staticmethod, (Tensor.log, Tensor.unsqueeze))

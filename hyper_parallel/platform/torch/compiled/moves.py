@@ -39,7 +39,7 @@ def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | N
 
 
 def shards_of(compare: Comparison | None) -> Shards | None:
-    """Return the plain shards that ranks compare for a style, or None where its data ask for no comparison."""
+    """Return the plain shards that ranks compare for a style; None if the style needs no comparison."""
     return None if compare is None else Shards(compare)
 
 
@@ -106,8 +106,10 @@ class Moves:
         return y
 
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
-        """Return the unsharded ``x``, for a consumer that returns a summand of its cotangent. `take` made ``x`` of
-        ``given``. Consumers of the same ``given`` share one collective."""
+        """Return the unsharded ``x``, for a consumer that returns a partial cotangent.
+
+        `take` has converted ``given`` to ``x``. Consumers of the same ``given`` share one collective.
+        """
         shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
         if not shares:
             return self.bring(x, cut, None, for_parts=True)

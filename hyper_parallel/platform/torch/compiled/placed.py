@@ -46,8 +46,10 @@ def plain(x: Any) -> Tensor:
 
 
 class Part(Tensor):
-    """This rank's plain shard of the positions, inside a module that treats each position separately. The
-    module computes a summand of the gradients of its replicated parameters. See `part_class`."""
+    """A plain tensor with this rank's shard of the positions, inside a module that treats positions separately.
+
+    The module computes partial gradients of its replicated parameters. See `part_class`.
+    """
 
 
 def settle(x: Any) -> Any:
@@ -123,7 +125,7 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
     """Return the class of shards along ``cut`` that stand for the replicated DTensor gathered from them. Each reader
     gathers on its own, so that backward takes the step that the reader needs. Instances have ``read_for_parts``: the
-    tensor gathered by the first reader that returns summands of the cotangent, or None."""
+    tensor gathered by the first reader that returns a partial cotangent, or None."""
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
 

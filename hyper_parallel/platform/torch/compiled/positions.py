@@ -1,7 +1,7 @@
 """Operations on a `Placed` that treat each position separately: the operations of a user-defined norm.
 
 Each operation runs on local tensors. A cut that all operands share is the cut of the result. A replicated operand next
-to a sharded one is read for parts: each rank computes a summand of its gradient. The rest is left to eager mode.
+to a sharded one gets a partial gradient on each rank. The rest is left to eager mode.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _wrapped(y: Tensor, mesh: Any, cut: int | None) -> Any:
 
 
 def _for_parts(x: Any, mesh: Any) -> Any:
-    """Return the local tensor of a replicated one, for a consumer that computes on a shard."""
+    """Return the local tensor of a replicated `Placed`, for a consumer that computes on a shard."""
     local = plain(x)
     if mesh.shape[0] == 1 or not local.is_floating_point():
         return local

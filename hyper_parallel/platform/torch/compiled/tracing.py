@@ -1,4 +1,4 @@
-"""The switch between the two forwards of a plan: the second one runs under torch's compiler, or on a test's request."""
+"""The choice between a styled module's eager forward and its compiled one, which runs under torch's compiler."""
 
 from __future__ import annotations
 

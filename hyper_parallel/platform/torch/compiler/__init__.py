@@ -1,1 +1,1 @@
-"""Patches of Dynamo, torch's compiler: guards, and DTensors as it sees them."""
+"""Patches of torch's compiler (Dynamo): its guards, and its treatment of DTensors."""

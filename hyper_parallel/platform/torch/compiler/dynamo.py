@@ -49,8 +49,7 @@ def not_compiled(skipped: Any) -> tuple[str, ...]:
 
 
 def _all_but(compiled: set[str], folder: Path, top: Path) -> Iterator[str]:
-    """Yield paths of ``folder`` without the compiled ones, which are named from ``top``. A subfolder without compiled
-    files is one path."""
+    """Yield paths below ``folder`` that contain no compiled files. Compiled files are named relative to ``top``."""
     for path in sorted(folder.iterdir()):
         name = path.relative_to(top).as_posix()
         if path.name[:2] == "__" or name in compiled:
@@ -69,7 +68,7 @@ def skipping(original: Any) -> re.Pattern:
 
 
 def remade(found: Any, original: Any) -> Any:
-    """Return the pattern to restore if torch has made another one since, from a longer list."""
+    """Return the pattern to restore, if torch has rebuilt its pattern from a longer list since."""
     rules: Any = importlib.import_module("torch._dynamo.trace_rules")
     rules._recompile_re()
     return rules.SKIP_DIRS_RE

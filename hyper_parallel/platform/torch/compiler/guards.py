@@ -62,7 +62,7 @@ def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
-    """Return the guards to keep, and one guard for each function of a style."""
+    """Return a frame's guards, with one guard for each style's function in place of those on its values."""
     values: dict[str, Any] = {}
 
     def value(name: str) -> Any:
@@ -121,8 +121,10 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
 
 
 def _traced(style: Any, function: Any) -> Any:
-    """Return the source of the traced part of a style's function. Equivalent hooks share that part; in eager mode they
-    may differ."""
+    """Return the source of the traced part of a style's function.
+
+    Equivalent hooks share that part, and may differ in the parts that run in eager mode.
+    """
     if getattr(function, "traced", None) is None:
         return style
     return importlib.import_module("torch._dynamo.source").AttrSource(style, "traced")

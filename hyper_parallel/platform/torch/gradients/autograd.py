@@ -366,13 +366,16 @@ def make_apply(name: str, forward: Callable, backward: Callable) -> Callable:
 
 
 def as_plain(cotangent: Any) -> Any:
-    """Return a cotangent as a plain tensor, whatever the user started backward with. Interception is off."""
+    """Return a cotangent as a plain tensor, even if the user started backward with a DTensor. Interception is off."""
     return cotangent if cotangent is None or type(cotangent) is Tensor else cotangent.as_subclass(Tensor)
 
 
 def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Return the hook that changes a cotangent by ``convert``, or by ``record`` if the cotangent itself requires a
-    gradient. Without ``convert`` the cotangent stays. Both functions get plain tensors."""
+    """Return a hook that converts a cotangent by ``convert``, or by ``record`` if the cotangent itself requires a
+    gradient.
+
+    Without ``convert`` the cotangent is unchanged. Both functions get plain tensors.
+    """
 
     def hook(cotangent: Tensor) -> Any:
         change = record if is_grad_enabled() and cotangent.requires_grad else convert

@@ -1,7 +1,7 @@
-"""Saved tensors that `torch.utils.checkpoint` compares with those of the recomputation.
+"""Metadata of saved tensors, which `torch.utils.checkpoint` compares between forward and recomputation.
 
-A tensor of integers is saved as an object, which becomes a DTensor later, when its operation returns. In the first
-forward torch notes the shape at once, the local one. After the second forward it reads the global shape.
+Torch reads the shape of a saved integer tensor in the first forward, while the object is a local tensor. It reads the
+shape again after the recomputation, when the object has become a DTensor. So both must read local shapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _shape = Tensor.shape.__get__
 
 
 def facts(x: Any) -> dict[str, Any]:
-    """Return the facts of a saved tensor that torch compares; the shape is that of the local tensor."""
+    """Return shape, dtype and device of a saved tensor, as torch compares them. The shape is local."""
     with DisableTorchFunctionSubclass():
         return {"shape": _shape(x), "dtype": x.dtype, "device": x.device}
 
@@ -37,5 +37,5 @@ def is_known_code(code: Any) -> str | None:
 
 
 def noting_local_shapes(code: CodeType) -> CodeType:
-    """Return the code that replaces the code of torch's function."""
+    """Return code that reads local shapes, to replace the code of torch's function."""
     return _default_meta_extractor.__code__

@@ -99,7 +99,7 @@ def multi_head_attention(
 
 
 def _packed(query: Any, key: Any, value: Any, weight: Any) -> Any:
-    """Return the three weights, or None if one product serves all."""
+    """Return the weights of query, key and value separately, or None if one product can compute all three."""
     return None if query is key and key is value else weight.chunk(3)
 
 

@@ -140,8 +140,10 @@ class _Reader:
         return made
 
     def _object(self, x: Any, names: frozenset[str]) -> Any:
-        """Visit a module or another object: the attributes that the surrounding code reads, and the code of its own
-        call."""
+        """Search a module or another object for DTensors.
+
+        The attributes are searched that the surrounding code reads, or the object's own ``forward`` or ``__call__``.
+        """
         held = getattr(x, "__dict__", None)
         if not isinstance(held, dict):
             return x

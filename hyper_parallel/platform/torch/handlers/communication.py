@@ -30,8 +30,10 @@ _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"}
 
 
 def _functions(names: str) -> list[Any]:
-    """Return the objects that the module has under these names, which torch passes to handlers. A program may have put
-    another function into `torch.distributed`. Names differ between versions of torch."""
+    """Return the functions of `torch.distributed` with these names, as torch passes them to handlers.
+
+    A program may have replaced a function in `torch.distributed`. Names differ between versions of torch.
+    """
     return [vars(distributed_c10d).get(name) for name in words(names)]
 
 

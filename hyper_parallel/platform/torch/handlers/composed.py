@@ -153,7 +153,7 @@ def multi_dot(tensors: Any) -> Any:
 
     @functools.cache
     def cheapest(first: int, last: int) -> tuple[int, int]:
-        """Return the cost of the product of these matrices, and the last matrix of its left factor."""
+        """Return the cost of the cheapest order of these matrix products, and the last matrix of the left factor."""
         if first == last:
             return 0, first
         return min(
@@ -191,7 +191,7 @@ def norm(A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dty
 
 @handles(*find("norm", torch, Tensor))
 def any_norm(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Handle ``torch.norm(x, p="nuc")`` as a norm of matrices, other norms by their row."""
+    """Compute ``torch.norm(x, p="nuc")`` as a norm of matrices, and other norms by the op table's row."""
     if (args[1] if len(args) > 1 else kwargs.get("p")) != "nuc" or kwargs.get("out") is not None:
         return dispatch(OP_TABLE[func], func, args, kwargs)
     x, _, dim, keepdim, dtype = (*args, *(None,) * 5)[:5]

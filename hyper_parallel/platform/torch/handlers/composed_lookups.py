@@ -112,7 +112,7 @@ def repeat_interleave(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("narrow"))
 def narrow(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Handle a ``start`` that is a tensor; a call with a number runs by the row."""
+    """Compute ``narrow`` with a tensor as ``start``. A number as ``start`` is handled by the op table."""
     start = args[2] if len(args) > 2 else kwargs.get("start")
     if isinstance(start, Tensor):
         x, dim, _, length = (*args, *(kwargs[n] for n in ("dim", "start", "length") if n in kwargs))

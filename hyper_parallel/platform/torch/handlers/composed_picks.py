@@ -77,7 +77,7 @@ def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("index_put"))
 def index_put(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Choose the row of `index_put` for writing or for accumulation."""
+    """Choose the op-table row for `index_put`, with or without accumulation."""
     adds = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
     if len(args) > 1:
         args = (args[0], without_masks(tuple(args[1])), *args[2:])

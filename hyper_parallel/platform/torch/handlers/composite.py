@@ -25,13 +25,13 @@ __all__ = ["set_method"]
 
 @handles(*find("median nanmedian", torch, Tensor))
 def median(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Distinguish ``median(x)`` from ``median(x, dim)``, which is another operation."""
+    """Choose between ``median(x)`` and ``median(x, dim)``, which are different operations."""
     return dispatch((OF_ALL if len(args) + len(kwargs) == 1 else OP_TABLE)[func], func, args, kwargs)
 
 
 @handles(torch.max, Tensor.max, torch.min, Tensor.min)
 def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Distinguish ``max(x)``, ``max(x, other)`` and ``max(x, dim)``, which are different operations."""
+    """Choose between ``max(x)``, ``max(x, other)`` and ``max(x, dim)``, which are different operations."""
     if len(args) + len(kwargs) == 1:
         return dispatch(OF_ALL[func], func, args, kwargs)
     if "other" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor)):
@@ -41,7 +41,7 @@ def extremum(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.to, Tensor.type_as)
 def convert(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Convert by ``x.to(...)``. The conversion is linear, except to integers and booleans."""
+    """Compute ``x.to(...)``. A conversion is linear, except to integers and booleans."""
     x, rest = args[0], args[1:]
     other = rest[0] if rest and isinstance(rest[0], Tensor) else kwargs.get("other")
     if other is not None:
@@ -63,8 +63,10 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(Tensor.add_, Tensor.sub_, Tensor.mul_, Tensor.div_)
 def update(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Handle ``plain.mul_(number)`` with a distributed number, such as the total norm of partly distributed gradients.
-    Every rank gathers the number, and the written tensor stays plain."""
+    """Compute ``plain.mul_(number)`` with a distributed number, such as the total norm of partly distributed gradients.
+
+    Every rank gathers the number, and the written tensor stays plain.
+    """
     if len(args) == 2 and not is_dtensor(args[0]) and is_dtensor(args[1]):
         x, number = args
         if not number.dim() and not (torch.is_grad_enabled() and number.requires_grad):
@@ -201,7 +203,7 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_where_one_device_has_it(x: Any) -> bool:
-    """Return whether this rank's memory is that of a single device: ``x`` is replicated, and no view that had to be
+    """Return whether this rank's memory is like a single device's: ``x`` is replicated, and not a view that was
     copied."""
     return x._layout.replicated and (x._family is None or x._family.source is None)
 

@@ -28,7 +28,7 @@ _ROW = NativeOp("flex_attention", _bind, lambda func, operands, static: func.run
 
 
 class _Call:
-    """Facts of one call that vary between calls without affecting how it runs."""
+    """Values of one call that do not affect how it is computed."""
 
     __name__ = "flex_attention"
 

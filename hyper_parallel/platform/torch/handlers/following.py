@@ -26,7 +26,10 @@ _FLAGS = frozenset({"requires_grad_", "share_memory_", "detach_", "retain_grad",
 
 
 def follow(follower: Follower) -> AbstractContextManager[Any] | None:
-    """See `Platform.follow`. Parts of the program that are compiled run as they are written."""
+    """Return a context that passes operations on marked plain tensors to a follower; see `Platform.follow`.
+
+    Compiled parts of the program run uncompiled.
+    """
     if "torch._dynamo" not in sys.modules:
         return _Mode(follower)
     try:

@@ -80,7 +80,7 @@ def fractional_max_pool(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices", F))
 def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Draw window positions for all samples and channels on every rank, then run the row."""
+    """Draw window positions for all samples and channels on every rank, then run the op table's operation."""
     if kwargs.get("_random_samples") is None and len(args) < 6:
         x, dims = args[0], 2 if "2d" in func.__name__ else 3
         batch = x.shape[0] if x.dim() == dims + 2 else 1
@@ -91,8 +91,11 @@ def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> An
 
 @handles(F.embedding_bag)
 def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the reduced bags of rows. The row shards bags of one size by bag, bags of different sizes by feature
-    alone. If rows of the weight are sharded and bags are sums or means, each rank sums its rows."""
+    """Return the reduced bags of rows.
+
+    Bags of one size are sharded by bag; bags of different sizes only by feature. If rows of the weight are sharded and
+    bags are sums or means, each rank sums its rows.
+    """
     names = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     if given.get("max_norm") is not None:

@@ -130,8 +130,10 @@ def margin_loss(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(F.linear_cross_entropy)
 def linear_cross_entropy(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute the product, then the loss of logits whose classes are sharded like the weight. Options are dropped: they
-    make torch compute chunks of the batch in sequence, which needs all classes."""
+    """Compute the product, then the loss. The classes of the logits are sharded like the weight.
+
+    Options for computing in chunks are dropped, because chunks need all classes.
+    """
     return body_of(func)(*args, **{name: value for name, value in kwargs.items() if name != "options"})
 
 

@@ -13,8 +13,10 @@ __all__ = ["counting_by_mask"]
 
 
 def counting_by_mask(original: Callable[..., Any], input: Any, *args: Any, mask: Any, **kwargs: Any) -> Any:
-    """Replace the function that computes both: without a mask, torch would count the elements of a plain tensor of
-    ones."""
+    """Replace torch's function for std and var.
+
+    Without a mask, torch would count the elements of a plain tensor of ones.
+    """
     if mask is None and is_dtensor(input):
         mask = torch.ones_like(input, dtype=torch.bool)
     return original(input, *args, mask=mask, **kwargs)

@@ -47,7 +47,7 @@ def _functions() -> list[Any]:
 
 @handles(*_functions())
 def on_local(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the local tensor's answer for the DTensor. A hook after accumulation gets the DTensor itself."""
+    """Return the value of a property or method that is equal for the DTensor and its local tensor."""
     with no_dispatch():
         return func(*args, **kwargs)
 
@@ -105,7 +105,7 @@ def length(x: Any) -> int:
 
 @replaces(Tensor.stride)
 def stride(x: Any, dim: int | None = None) -> Any:
-    """Return the strides that the global tensor would have with the order of dimensions of the local tensor."""
+    """Return the strides of the global tensor, assuming the local tensor's order of dimensions."""
     shape = layout_of(x).shape
     with no_dispatch():
         local = Tensor.stride(x)

@@ -1,4 +1,4 @@
-"""Functions of torch besides attention that mix positions, with the lengths of the dimensions that a call mixes."""
+"""Functions of torch, other than attention, that mix positions; and the lengths of the mixed dimensions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def _along(input: Any, dim: Any = -1, *_: Any, **__: Any) -> Sequence[int]:
 
 
 def _mean(input: Any, dim: Any = None, *args: Any, **_: Any) -> Sequence[int]:
-    """Return lengths without the last dimension, that of features: norms average over it, and losses have none."""
+    """Return the lengths of the reduced dimensions, without the last one.
+
+    Norms average over the last dimension, which holds features. Losses have no such dimension.
+    """
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     return _along(input, [d for d in dims if d not in (None, -1, input.ndim - 1)]) if input.ndim > 2 else ()
 
@@ -55,8 +58,10 @@ def _batch_norm(
 
 
 def _scores(input: Any, dim: Any = None, *_: Any, **__: Any) -> Sequence[int]:
-    """Return the number of positions of square scores: attention that is written out. With three dimensions they may be
-    logits with as many classes."""
+    """Return the number of positions if the input is a matrix of attention scores, which is square.
+
+    Three dimensions do not count, because they may be logits with as many classes as positions.
+    """
     square = input.ndim > 3 and dim in (-1, input.ndim - 1) and input.shape[-1] == input.shape[-2]
     return (input.shape[-1],) if square else ()
 

@@ -53,8 +53,10 @@ def instance_norm(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _by_row(func: Any, given: dict[str, Any]) -> Any:
-    """Run by the row, which returns the running statistics instead of writing them. Plain statistics are assumed to be
-    the same on all ranks."""
+    """Run the op table's operation, which returns the running statistics instead of writing them.
+
+    Plain statistics are assumed to be the same on all ranks.
+    """
     _check(func, given)
     mesh = next(x.device_mesh for x in given.values() if is_dtensor(x))
     running = ("running_mean", "running_var")

@@ -67,8 +67,11 @@ _CELL = NativeOp("labelled", _bind_cell, _call_cell)
 
 @handles(*find("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch))
 def cell(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run one step. Unsharded weights use torch's kernel for each sample, sharded ones its products and later
-    operations."""
+    """Run one step.
+
+    Unsharded weights use torch's kernel on this rank's samples. Sharded weights use matrix products and element-wise
+    operations.
+    """
     if kwargs:
         raise UnboundCallError
     x, states, *weights = args
@@ -85,8 +88,10 @@ def cell(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _lstm(gates: Any, c: Any) -> tuple[Any, Any]:
-    """Return hidden and cell state. If the four gates are packed in sharded weights, each rank has some hidden units of
-    each."""
+    """Return hidden and cell state.
+
+    If the four gates are packed in sharded weights, each rank has the same hidden units of all gates.
+    """
     enter, forget, new, leave = gates.chunk(4, dim=1)
     c = torch.sigmoid(forget) * c + torch.sigmoid(enter) * torch.tanh(new)
     return torch.sigmoid(leave) * torch.tanh(c), c

@@ -25,8 +25,9 @@ _OF_A_LEAF = "leaf Variable that requires grad"
 
 
 def recover(error: RuntimeError, func: Any, args: tuple, kwargs: dict) -> Any:
-    """Handle a call whose handler raised ``error``: run it on gathered operands if its row does not cover the
-    arguments.
+    """Handle a call whose handler raised ``error``.
+
+    It runs on gathered operands if the op table's row does not cover the arguments.
 
     Raises:
         RuntimeError: ``error`` otherwise; with a remedy if torch refuses to write to a leaf that requires grad. Torch
@@ -116,8 +117,7 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @functools.cache
 def _served(name: str) -> Callable | None:
-    """Return the function that computes a new tensor where ``name`` writes in place. It must have a rule or a
-    handler."""
+    """Return the out-of-place version of the in-place function ``name``. It must have a rule or a handler."""
     found = (getattr(owner, name.rstrip("_"), None) for owner in (Tensor, torch, torch.nn.functional, torch.special))
     return next((f for f in found if f is not None and f in State.table), None)
 
@@ -157,7 +157,10 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _schemas(func: Any) -> list[Any]:
-    """Return the schemas of an overload. For a packet, the first overload decides whether the operation writes."""
+    """Return the schemas of an overload.
+
+    For a packet of overloads, the first one decides whether the operation writes.
+    """
     if isinstance(func, OpOverloadPacket):
         return [getattr(func, func.overloads()[0])._schema]
     return [func._schema]

@@ -37,8 +37,10 @@ __all__ = ["call_quickly", "replace_forward", "set_compiled_forward", "share_com
 
 
 def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
-    """Let calls of ``module`` run ``make(forward)``. The object stores a function, not a bound method: copies run it on
-    themselves."""
+    """Let calls of ``module`` run ``make(forward)``.
+
+    The object stores a function, not a bound method, so that a copy of the module passes itself to it.
+    """
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
     module.__dict__.pop("_compiled_run", None)  # a new forward replaces the compiled one too
@@ -72,7 +74,7 @@ def _with_shared_inputs(cls: Any) -> type:
 
 
 def set_compiled_forward(module: nn.Module, how: Program | None) -> None:
-    """See `Platform.set_compiled_forward`."""
+    """Set the forward that torch's compiler traces in place of the styled one; see `Platform.set_compiled_forward`."""
     module.__dict__["_compiled_run"] = make_run(module, how)
     module.__dict__[NUMBER] = str(next(_NUMBERS))
 

@@ -93,7 +93,7 @@ class ModuleVerbs(Platform):
         return module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def register_forward_hook(self, module: nn.Module, hook: Callable, **how: bool) -> Any:
-        """See `Platform.register_forward_hook`."""
+        """Register a hook that runs after forward; see `Platform.register_forward_hook`."""
         calls.call_quickly(module)
         return module.register_forward_hook(hook, **how)
 

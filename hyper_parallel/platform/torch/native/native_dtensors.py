@@ -1,8 +1,8 @@
 """Conversions between torch's own DTensors and those of this library, over the same memory.
 
-Both libraries agree on cotangents: full for `Replicate` and for each summand of a `Partial`, and the shard for `Shard`.
-So a gradient passes between them unchanged, except for averages. Here each rank's summand gets its share of the
-cotangent, in torch the full cotangent.
+Both libraries agree on cotangents: full for `Replicate` and on each rank of a `Partial`, and the shard for `Shard`. So
+a gradient passes between them unchanged, except for averages. There each rank's value gets its share of the cotangent
+here, and the full cotangent in torch.
 """
 
 from __future__ import annotations
@@ -121,8 +121,10 @@ def from_native(x: Any) -> Any:
 
 
 def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
-    """Return the number of ranks that ``x`` averages, if it has gradients, else 1. A cotangent in torch is that of the
-    average; in this library, that of each rank's summand.
+    """Return the number of ranks that ``x`` averages over; 1 for a tensor without gradients or averages.
+
+    Torch's cotangent is that of the average. This library's is that of each rank's value, which is smaller by this
+    number.
 
     Raises:
         ValueError: for gradients of a maximum, minimum or product. Torch passes these to all ranks.

@@ -84,7 +84,7 @@ def group_of_mesh(original: Callable[..., Any], group: Any, tag: str = "") -> An
         return original(group, tag)
     found = mesh.get_group(dim)
     if found is None:
-        raise ValueError(f"this rank is not part of {mesh}, and takes part in no collective over it")
+        raise ValueError(f"this rank is not part of {mesh}: call the collective on the ranks of the mesh alone")
     return original(found, tag)
 
 

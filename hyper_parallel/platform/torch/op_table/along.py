@@ -25,7 +25,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the rows of operations along unsharded dimensions, and of those whose operands are gathered."""
+    """Return the op-table rows for operations along unsharded dimensions, and for those whose operands are gathered."""
     return {
         **_softmax("softmax"),
         **_softmax("log_softmax"),

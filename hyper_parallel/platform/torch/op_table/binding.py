@@ -76,7 +76,7 @@ def _number_of_classes(given: int) -> int:
 
 
 def _kept(x: Any) -> Any:
-    """Return a form of an argument that can be cached. A tensor has none."""
+    """Return an argument in a form that can be cached; a tensor has none."""
     if isinstance(x, Tensor):
         raise UnboundCallError
     return tuple(map(_kept, x)) if isinstance(x, (list, tuple)) else x
@@ -148,7 +148,7 @@ def rows(
     *owners: Any,
     adjust: Callable[[Any, tuple, tuple], Bound] | None = None,
 ) -> Table:
-    """Return one row for all functions of these names.
+    """Return one op-table row for all functions of these names.
 
     Args:
         names: names of the functions, separated by spaces.
@@ -166,7 +166,7 @@ def repeated(names: str, canonical: str, takes: str, *owners: Any) -> Table:
 
 
 def elementwise(names: str, canonical: str, operands: str, *owners: Any) -> Table:
-    """Return one row for the element-wise functions of these names, whose first arguments are the operands."""
+    """Return one op-table row for element-wise functions of these names. Their first arguments are the operands."""
     return rows(names, canonical, operands, call_elementwise, *owners)
 
 

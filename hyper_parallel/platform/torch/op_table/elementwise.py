@@ -81,7 +81,7 @@ def _in_place(names: str) -> str:
 
 
 def table() -> Table:
-    """Return the rows of all element-wise operations."""
+    """Return the op-table rows for all element-wise operations."""
     table: Table = {}
     for name in _BINARY.split():
         table |= elementwise(name, "pointwise", f"x {_SECOND.get(name, 'other')}")
@@ -133,8 +133,8 @@ def _call_div_in_place(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _conversions() -> Table:
-    """Return the rows of ``to`` and similar methods. A handler chooses between these rows. A conversion to integers is
-    not linear, so the summands of a partial sum must not be rounded."""
+    """Return the op-table rows for ``to`` and similar methods. A handler chooses between these rows. A conversion to
+    integers is not linear, so partial sums must be reduced before it."""
     for name in ("linear_unary", "pointwise"):
         CONVERSIONS[name] = NativeOp(name, "x", _call_to, words=WORDS)
     return dict.fromkeys([Tensor.to, Tensor.type_as], CONVERSIONS["linear_unary"])

@@ -19,7 +19,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the rows of npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and the three versions of
+    """Return the op-table rows for npu_rms_norm, npu_add_rms_norm, npu_swiglu, npu_rotary_mul and
     npu_fusion_attention."""
     attention = NativeOp("fused_attention", _bind_attention, _call_attention)
     rotary = NativeOp("rotary", f"{_TURNED} +rotate=None", call_by_position, words=WORDS, adjust=_not_rotated)
@@ -87,7 +87,10 @@ _LENGTHS = ("actual_seq_qlen", "actual_seq_kvlen")
 
 
 def _bind_attention(func: Any, args: tuple, kwargs: dict) -> tuple[tuple, Any]:
-    """Bind a call of attention. ``static_args`` end with (name, value) of the other given arguments."""
+    """Bind a call of attention.
+
+    ``static_args`` end with pairs (name, value) for the remaining passed arguments.
+    """
     schema = getattr(func, "default", func)._schema.arguments
     given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
     given = {name: value for name, value in {**given, **kwargs}.items() if value is not None}

@@ -19,7 +19,7 @@ NONZERO = NativeOp("nonzero", lambda func, args, kwargs: (args, ()), lambda func
 
 
 def table() -> Table:
-    """Return the rows of getitem, setitem_, gather, index_select and one_hot."""
+    """Return the op-table rows for getitem, setitem_, gather, index_select and one_hot."""
     gather = "x dim index sparse_grad=False"
     return {
         **rows("__getitem__", "getitem", _bind_getitem, _call_getitem, Tensor),
@@ -46,7 +46,7 @@ def is_mask(item: Any) -> bool:
 
 
 def without_masks(index: tuple) -> tuple:
-    """Return an index in which the indices of its true elements replace each distributed mask."""
+    """Return an index with each distributed mask replaced by the indices of the mask's true elements."""
     found: list[Any] = []
     for item in index:
         if is_dtensor(item) and is_mask(item) and item.dim():

@@ -37,13 +37,13 @@ _BATCH = "abdefklm"
 
 
 def table() -> Table:
-    """Return the rows of layers with a signature."""
+    """Return the op-table rows for layers with a signature."""
     return {**_pools(), **_convolutions(), **_resampling(), **_others()}
 
 
 # ---------------------------------------------------------------------------------------------------- making rows
 def unary(names: str, sign: Callable[[int], str | None], *owners: Any) -> Table:
-    """Return a row for functions of one operand, which are called again with their original arguments.
+    """Return an op-table row for functions of one operand, which are called again with their original arguments.
 
     Args:
         names: names of the functions, separated by spaces.
@@ -65,7 +65,7 @@ def unary(names: str, sign: Callable[[int], str | None], *owners: Any) -> Table:
 def several(
     names: str, takes: str, sign: Sign, *owners: Any, call: Callable | None = None, groups: int | None = None
 ) -> Table:
-    """Return a row for functions of several operands.
+    """Return an op-table row for functions of several operands.
 
     Args:
         names: names of the functions, separated by spaces.
@@ -96,7 +96,7 @@ def several(
 
 
 def _repeated(signature: str, results: int) -> str:
-    """Return the signature with its result repeated ``results`` times."""
+    """Return the signature with its result listed ``results`` times."""
     dims, bar, terms = signature.partition("|")
     operands, result = dims.split("->")
     return f"{operands}->{','.join([result] * results)}{bar}{terms}"
@@ -307,7 +307,10 @@ def _whole(shapes: Shapes, result: int) -> str:
 
 
 def _statistics(name: str) -> Table:
-    """Return the rows of batch norm or instance norm. They return the running statistics, which the caller writes."""
+    """Return the op-table rows for batch norm or instance norm.
+
+    Both return the running statistics, which the caller writes.
+    """
     return several(
         name,
         "input weight bias running_mean running_var +training/use_input_stats +momentum +eps +cudnn_enabled",

@@ -49,7 +49,7 @@ _TRANSFORMS = {
 
 
 def table() -> Table:
-    """Return the rows of linear algebra and Fourier transforms."""
+    """Return the op-table rows for linear algebra and Fourier transforms."""
     table = {
         **as_called(_OF_ONE, "batched", "A(m,n)", _behind, torch.linalg),
         **as_called(_METHODS, "batched", "input/A(m,n)", _behind, torch, Tensor),
@@ -81,8 +81,10 @@ def _whole(given: Given, counts: tuple[int, ...]) -> tuple:
 
 
 def _behind_solve(given: Given) -> tuple:
-    """Return the facts of `solve`. Right sides are vectors if they are 1-D or have the shape ``A.shape[:-1]``,
-    otherwise matrices."""
+    """Return the static arguments of `solve`.
+
+    Right sides are vectors if they are 1-D or have the shape ``A.shape[:-1]``, otherwise matrices.
+    """
     a, b = given.shapes
     vectors = len(b) == 1 or b == a[:-1]
     if not vectors and len(b) == len(a) - 1:
@@ -91,7 +93,7 @@ def _behind_solve(given: Given) -> tuple:
 
 
 def _behind_geqrf(given: Given) -> tuple:
-    """Return the facts of `geqrf`, whose result shapes torch does not compute for meta tensors."""
+    """Return the static arguments of `geqrf`, whose result shapes torch does not compute for meta tensors."""
     (shape,) = given.shapes
     if len(shape) < 2:
         raise UnboundCallError

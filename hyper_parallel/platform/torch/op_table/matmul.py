@@ -14,7 +14,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the rows of linear, matmul, addmm and einsum."""
+    """Return the op-table rows for linear, matmul, addmm and einsum."""
     names, product = "matmul mm bmm mv dot __matmul__", "x other/mat2/vec/tensor"
     return {
         **rows("linear", "linear", "", call_by_position, F),

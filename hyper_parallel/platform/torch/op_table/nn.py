@@ -13,8 +13,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the rows of embedding, layer_norm, rms_norm, attention, cross_entropy, nll_loss, dropout and gated
-    units."""
+    """Return the op-table rows for embedding, norms, attention, losses, dropout and gated units."""
     normalized = "x normalized/normalized_shape weight=None"
     counted = "+scale_grad_by_freq=False +sparse=False"
     padded, raw = f"padding_idx=None +max_norm=None norm_type=2.0 {counted}", f"padding_idx=-1 {counted}"

@@ -17,7 +17,7 @@ OF_ALL: Table = {}
 
 
 def table() -> Table:
-    """Return the rows of reductions."""
+    """Return the op-table rows for reductions."""
     for median in ("median", "nanmedian"):
         OF_ALL.update(repeated(median, "reduce_whole", "x"))
     for extremum in ("max", "min"):

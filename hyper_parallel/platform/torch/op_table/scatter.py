@@ -19,8 +19,8 @@ _AT = "x dim index source/src/value/tensor/tensor2"
 
 
 def table() -> Table:
-    """Return the rows of scatter, index_add and similar functions, of put, take, searchsorted, bucketize, isin, and
-    masks."""
+    """Return the op-table rows for scatter, index_add, put, take, searchsorted, bucketize, isin, masks, and similar
+    functions."""
     return {
         **as_called("scatter", "scatter", f"{_AT} reduce", _scattered),
         **as_called("scatter_add", "scatter", _AT, _at("add")),

@@ -16,7 +16,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the rows of all operations on shapes."""
+    """Return the op-table rows for all operations on shapes."""
     return {**_reshapes(), **_permutations(), **_sizes_one(), **_joins_and_splits(), **_diagonals(), **_reinterpreted()}
 
 

@@ -72,8 +72,9 @@ def exchange_texts(ranks: Sequence[int], place: str, text: str, device_type: str
 
 
 def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) -> None:
-    """Report to ``ranks`` that this rank failed outside a collective. The store has a counter of failed ranks for each
-    failure.
+    """Report to ``ranks`` that this rank failed outside a collective.
+
+    For each failure, a counter in the store shows how many ranks failed in the same way.
 
     Args:
         groups: process groups; None for a destroyed group.

@@ -25,8 +25,10 @@ __all__ = ["FUNCTIONS", "chunks_of", "run"]
 
 
 def chunks_of(x: Tensor, weight: Tensor, how: LinearCollective) -> int:
-    """Return the number of chunks, at most the requested number; 1 if overlap is not possible. The arguments are those
-    of `Fast.linear_with_collective`."""
+    """Return the number of chunks, at most the requested number; 1 if overlap is not possible.
+
+    The arguments are those of `Fast.linear_with_collective`.
+    """
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return 1
     if not x.is_floating_point() or x.dtype is not weight.dtype or any_autocast():
@@ -48,7 +50,7 @@ def run(x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor:
 
 
 class _Chunked:
-    """Products and pending collectives, and the pieces on which they work.
+    """The chunked products and pending collectives of one linear layer.
 
     ``x`` below has all ranks' shards along the dimension ``dim``, or one rank's shard.
     """
@@ -120,7 +122,7 @@ def _add_by_weight(total: Tensor | None, cotangent: Tensor, x: Tensor) -> Tensor
 
 
 class _AllReduce(torch.autograd.Function):
-    """Map (..., in / ranks) to (..., out), summed over the ranks. Each summand's gradient is that of the sum."""
+    """Map (..., in / ranks) to (..., out), summed over the ranks. Each rank's product gets the gradient of the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: Any) -> Tensor:

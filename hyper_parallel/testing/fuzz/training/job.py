@@ -59,7 +59,7 @@ class Job:
             self._write(self._moved(self._whole()))
 
     def _moved(self, values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return values with errors like rounding, if the job is shaken."""
+        """Return values with small random errors, if the job was created with ``shaken``."""
         if not self._shaken:
             return values
         errors = {
@@ -82,7 +82,7 @@ class Job:
         return x if isinstance(x, np.ndarray) else np.asarray(self.adapter.numpy(x))
 
     def _look(self, when: str) -> None:
-        """Record or compare parameters, buffers and averages, and check all saved aliases."""
+        """Record or compare parameters, buffers and averages, and check that saved aliases have the present values."""
         if not self.takes_part:
             return
         named = models.parameters(self.root)
@@ -159,7 +159,7 @@ class Job:
             self.platform.register_forward_hook(block, lambda module, args, output: act())
 
     def _asks(self) -> list[bool]:
-        """Return for each parameter whether it requires gradients."""
+        """Return whether each parameter requires gradients."""
         return [p.requires_grad for p in models.parameters(self.root).values()]
 
     def _ask(self, flags: list[bool]) -> None:

@@ -197,7 +197,7 @@ def generate(seed: int, limits: TrainingLimits) -> Program:
 def _later(
     seed: int, model: Model, actions: list[Action], data: str, limits: TrainingLimits
 ) -> tuple[Model, list[Action]]:
-    """Add newer features with a separate generator, so that earlier choices of a seed stay the same."""
+    """Add newer features to a program, with a separate generator. So the older choices of a seed do not change."""
     rng = np.random.default_rng((seed, 7724))
     # Ranks with their own rows or blocks draw other dropout masks than one device.
     drops = data != "parts" and not any(word in ("choose", "differ") for word, *_ in actions) and rng.random() < 0.3
@@ -249,7 +249,7 @@ def _again(seed: int, ways: tuple[str, ...]) -> str:
 
 
 def _lying(rng: np.random.Generator, setup: Setup, model: Model, which: int) -> Setup:
-    """Choose the placement of experts."""
+    """Choose the placement of experts on the mesh."""
     styles = tuple("" if i == which else style for i, style in enumerate(setup.styles))
     sizes = dict(zip(setup.names, setup.shape, strict=True))
     data = [name for name in setup.names if name != "tp"]
@@ -344,7 +344,8 @@ def _order(rng: np.random.Generator, model: Model) -> tuple[int, ...]:
 
 
 def _choices(rng: np.random.Generator, model: Model, at: Setup) -> list[tuple[int, ...]]:
-    """Return the blocks that each of four ranks calls: the same units, with any other blocks between them."""
+    """Return the blocks that each of four ranks calls. Blocks in units are the same on all ranks, other blocks
+    differ."""
     in_units = {path.split(".")[0] for unit in at.units for path in unit}
     free = [i for i in range(len(model.blocks)) if f"block{i}" not in in_units]
     orders = []

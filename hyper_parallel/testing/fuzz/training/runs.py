@@ -95,7 +95,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 
 def differs(trainer: Trainer | None) -> bool:
-    """Return whether this rank, and the ranks that shard units with it, run different units at the end."""
+    """Return whether the program ends with ranks that shard units with this rank but run other ones."""
     if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
         return False
     setup, (word, *orders) = trainer.now, trainer.program.actions[-1]
@@ -143,7 +143,7 @@ class Comparison:
             raise WrongError(f"{what}: off by {np.max(error):.1e}: {got.tolist()} in place of {wanted.tolist()}"[:500])
 
     def _rounding(self, what: str) -> np.ndarray:
-        """Return ten times the change of a value under errors like rounding in all values of the program.
+        """Return ten times the change of a value if all values of the program have small random errors.
 
         Loaded values have errors too.
         """

@@ -271,7 +271,7 @@ class Trainer(Job):
         self._optimizer()
 
     def _cast(self, dtype: str) -> None:
-        """Cast the model to another dtype. Earlier aliases keep the old memory, and are forgotten."""
+        """Cast the model to another dtype, and forget saved aliases, which keep the old memory."""
         if self.total is not None:
             return
         self._reshard_all()
