@@ -174,7 +174,7 @@ def wait_for_ends(listener: socket.socket, count: int, seconds: float) -> None:
     """
     deadline = time.monotonic() + seconds
     with suppress(OSError):  # the time is over
-        connections = []
+        connections = list[socket.socket]()
         while len(connections) < count:
             listener.settimeout(max(0.001, deadline - time.monotonic()))
             connections.append(listener.accept()[0])
