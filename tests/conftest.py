@@ -239,7 +239,7 @@ def _named(item: pytest.Item, reasons: dict[str, str]) -> str | None:
 
 @pytest.fixture(scope="module")
 def unmeasured() -> Iterator[None]:
-    """Pause the measurement of coverage: for tests that read source files, or whose lines other tests reach."""
+    """Pause the measurement of coverage. For tests that read source files, or run lines that other tests reach."""
     coverage = sys.modules.get("coverage")
     measurement = coverage.Coverage.current() if coverage else None
     if measurement is not None:

@@ -29,7 +29,7 @@ def python_files(*folders: Path) -> list[Path]:
 
 
 def imports_in(path: Path, packages: Collection[str]) -> list[tuple[int, str]]:
-    """(line, package) of each import of one of ``packages`` in a file, which is parsed only if it has such a word."""
+    """(line, package) of each import of one of ``packages`` in a file. Only files with such a word are parsed."""
     source = path.read_text(encoding="utf-8")
     if not any(package in source for package in packages):
         return []
