@@ -257,6 +257,11 @@ def corners(mesh: Any) -> None:
         assert isinstance(ways(x[0, :, :, torch.tensor([1, 0], device=device())]), Lost)
         # Nothing reads the gradient of zeros that the program makes.
         assert placed(x + torch.zeros(4, 6, device=device(), requires_grad=True).abs()) == [(Shard(2),)]
+        # Zeros that the program makes are a summand too, whatever their number of rows. Other values are not.
+        partial = DTensor.from_local(data[0, 0], tp, [Partial()]).to_local()
+        for rows in (0, 2):
+            assert placed(torch.vstack((partial, partial.new_zeros(rows, 6)))) == [(Partial(),)]
+        assert not following.findings, following
         # Pieces with other gradients are taken apart again, by split and by slices.
         whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)
         summed = DTensor.from_local(whole, tp, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -288,6 +293,8 @@ def corners(mesh: Any) -> None:
         # The gradient of a parameter is read.
         part(data, 2) + nn.Parameter(torch.zeros(4, 6, device=device())).abs()
         assert len(following.findings) == kinds + 2 and not following.findings[-1].certain
+        torch.vstack((partial, partial.new_ones(2, 6)))
+        assert len(following.findings) == kinds + 3 and "once for each rank" in str(following)
 
     blind = get_platform()
     vars(blind)["follow"] = lambda follower: None

@@ -20,7 +20,7 @@ from hyper_parallel.core.places import place_in_program
 from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem
 from hyper_parallel.core.plain_code.inputs import Inputs
-from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
+from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, joined_operands, judge
 from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
 from hyper_parallel.core.plain_code.report import Report
 from hyper_parallel.core.plain_code.sizes import Roots, number_problems, sizes_of_part
@@ -111,9 +111,8 @@ class Following(Report):
             for x, needs in zip(operands, trains, strict=True)
         )
         source = next((h.source for h in marks if h.source), "")
-        if op.name == "cat":  # torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors
-            kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
-            described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
+        if op.name == "cat":
+            described, operands = joined_operands(described, operands, platform)
         mesh = self._mesh_of(described)
         ways: Sequence[Ways] = (WHOLE,) * len(results)
         findings = tuple(dict.fromkeys(f for h in marks for f in h.findings)) if any(h.findings for h in marks) else ()
