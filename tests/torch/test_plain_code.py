@@ -261,6 +261,9 @@ def corners(mesh: Any) -> None:
         partial = DTensor.from_local(data[0, 0], tp, [Partial()]).to_local()
         for rows in (0, 2):
             assert placed(torch.vstack((partial, partial.new_zeros(rows, 6)))) == [(Partial(),)]
+        unsorted = torch.zeros(4, 6, device=device())
+        unsorted[torch.tensor([0, 3, 2, 1], device=device())] = partial
+        assert placed(unsorted) == [(Partial(),)]
         assert not following.findings, following
         # Pieces with other gradients are taken apart again, by split and by slices.
         whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)

@@ -33,7 +33,6 @@ from hyper_parallel.core.plain_code.texts import gradient_problem, moved_problem
 from hyper_parallel.core.plain_code.views import RESHAPES, of_whole, piece_of_packed, reshaped, taken_along
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
-from hyper_parallel.platform.contract import Platform
 
 #: Operations with an index tensor. Without a mark, the index may still differ between ranks, as that of a router's
 #: tokens does. A finding with such an index is not certain.
@@ -97,28 +96,6 @@ class Call(NamedTuple):
     in_place: bool
     values: tuple[Any, ...]
     result: Any
-
-
-def joined_operands(described: Sequence[Operand | None], values: Sequence[Any], platform: Platform) -> tuple[Any, Any]:
-    """Return the descriptions and values of the operands that a concatenation joins.
-
-    torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors. Zeros, such as padding, are a
-    right summand on every rank: they get the mark of a summand that they are joined to.
-    """
-    kept = [(x, value) for x, value in zip(described, values, strict=True) if x is None or x.shape != (0,)]
-    marks = (m for x, _ in kept if x is not None and isinstance(x.ways, tuple) for m in x.ways)
-    summand = next((m for m in marks if m is not None and not m.sharded), None)
-
-    def of(x: Operand | None, value: Any) -> Operand | None:
-        if summand is None or x is None or x.ways is not WHOLE or x.trains or not platform.has_values(value):
-            return x
-        if any(platform.host_memory(value)):
-            return x
-        return x._replace(
-            ways=(summand._replace(layout=get_layout(summand.layout.mesh, summand.layout.placements, x.shape)),)
-        )
-
-    return tuple(of(*pair) for pair in kept), tuple(value for _, value in kept)
 
 
 def judge(call: Call, mesh: DeviceMesh) -> Verdict:

@@ -68,8 +68,9 @@ def parallelize_model(
 
     Raises:
         TypeError: for a model that is not of transformers, and one that is quantised or sharded. ValueError: for a
-            model without a plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters, a key of
-            ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed then.
+            model without a plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters,
+            a key of ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed
+            then.
             With sharded sequences, for layers that mix positions and are no known attention; and in a call, for
             ``labels``, a mask that hides tokens, and parts without their own positions.
 
