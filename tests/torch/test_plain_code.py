@@ -458,6 +458,14 @@ def own_collectives(mesh: Any) -> None:
         with check_plain_code(model) as checked:
             model(ids())
         assert not checked.findings and any("all_reduce" in name for name in checked.unknown), checked
+    partial = torch.ones(2, 4, device=device())
+    with follow(nn.Module(), get_platform()) as following:
+        # Each rank gets other values by this one: they are not the same on all ranks.
+        sent = DTensor.from_local(partial, mesh, [Partial()]).to_local()
+        got = collectives.all_to_all_single(sent, None, None, group)
+        assert isinstance(ways(got), Lost) and isinstance(ways(got + 1), Lost)
+        partial + got + DTensor.from_local(partial, mesh, [Partial()]).to_local()
+        assert not following.findings, following
 
 
 def test_own_collectives(pool: Any) -> None:

@@ -89,7 +89,7 @@ class Following(Report):
             result = call()
             if platform.is_collective(func):
                 self._communicated(args, kwargs, title)
-            else:
+            if not platform.is_collective(func) or any(word in title for word in ("to_all", "scatter", "wait")):
                 self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
