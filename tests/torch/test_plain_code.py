@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from torch import nn
