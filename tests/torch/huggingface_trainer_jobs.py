@@ -270,8 +270,8 @@ def supervised(job: Job) -> Any:
 def generated(job: Job) -> Any:
     """Train a T5 by ``Seq2SeqTrainer``; returns losses and the words that it generates for seven samples.
 
-    T5 takes keywords of a loss and leaves them. So the Trainer would multiply its mean by the number of processes, and
-    a mean over tokens is that of one process where all batches have as many.
+    T5 takes keywords of a loss and leaves them. So the Trainer would multiply its mean by the number of processes. No
+    label is ignored, since T5 takes the mean over a rank's tokens.
     """
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 

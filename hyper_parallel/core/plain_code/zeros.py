@@ -34,8 +34,8 @@ def zeros_beside(name: str, values: Sequence[Any], platform: Platform) -> tuple[
 def joined_operands(described: Sequence[Operand | None], values: Sequence[Any], zeros: Sequence[int]) -> tuple:
     """Return the descriptions and values of the operands that an operation of `JOINING` joins.
 
-    torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors. ``zeros``, places of
-    `zeros_beside`, get the mark of a summand that they are joined to, or that is written into them.
+    torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors. ``zeros`` are places of
+    `zeros_beside`. They get the mark of a summand that they are joined to, or that is written into them.
     """
     marks = (m for x in described if x is not None and isinstance(x.ways, tuple) for m in x.ways)
     summand = next((m for m in marks if m is not None and not m.sharded), None)
