@@ -30,6 +30,7 @@ from hyper_parallel.integrations.huggingface import (
 __all__ = [
     "Job",
     "accelerated",
+    "generated",
     "in_one_process",
     "llama",
     "over_a_mesh",
@@ -116,9 +117,10 @@ def llama() -> Any:
 
 
 class Samples(Dataset):
-    """Sequences, of which some begin with ignored labels."""
+    """Sequences, of which some begin with ignored labels, up to ``ignored`` of them."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, ignored: int = 4) -> None:
+        self._ignored = ignored
         generator = torch.Generator().manual_seed(1)
         self._ids = torch.randint(WORDS, (count, LENGTH), generator=generator)
 
@@ -128,7 +130,7 @@ class Samples(Dataset):
     def __getitem__(self, i: int) -> dict[str, Any]:
         ids = self._ids[i].clone()
         labels = ids.clone()
-        labels[: i % 5] = -100
+        labels[: i % (self._ignored + 1)] = -100
         return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
 
@@ -263,6 +265,38 @@ def supervised(job: Job) -> Any:
     )
     divide(trainer, job)
     return ended(trainer, job, log)
+
+
+def generated(job: Job) -> Any:
+    """Train a T5 by ``Seq2SeqTrainer``; returns losses and the words that it generates for seven samples.
+
+    T5 takes keywords of a loss and leaves them. So the Trainer would multiply its mean by the number of processes. No
+    label is ignored, since T5 takes the mean over a rank's tokens.
+    """
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+    model = T5ForConditionalGeneration(T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)).double()
+    trainer = Seq2SeqTrainer(
+        model=model,
+        args=Seq2SeqTrainingArguments(
+            job.folder,
+            predict_with_generate=True,
+            generation_max_length=6,
+            generation_num_beams=2,
+            average_tokens_across_devices=False,
+            **arguments_of(job),
+        ),
+        train_dataset=Samples(SAMPLES, ignored=0),
+        eval_dataset=Samples(7),
+    )
+    divide(trainer, job)
+    trainer.train()
+    rows = [
+        row[name] for row in trainer.state.log_history for name in ("loss", "grad_norm", "eval_loss") if name in row
+    ]
+    return rows, trainer.predict(Samples(7)).predictions
 
 
 def accelerated(job: Job) -> Any:

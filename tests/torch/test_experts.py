@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel as TorchColumns
+from torch.distributed.tensor.parallel import parallelize_module as torch_parallelize
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
@@ -184,6 +186,29 @@ def of_transformers(case: str, over: str) -> None:
         torch.testing.assert_close(saved[name], x, rtol=1e-4, atol=1e-4)
 
 
+def of_transformers_meshes(size: int) -> None:
+    """Experts over the mesh that transformers makes for experts. Dense layers are on its other mesh."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.utils import initialize_distributed_mesh
+
+    _, meshes = initialize_distributed_mesh(DistributedConfig(tp_size=2, fsdp_size=2, ep_size=size))
+    single = precise("mixtral")
+    single.set_experts_implementation("eager")
+    tp, data = meshes.get_mesh("tp"), meshes.get_mesh("fsdp")
+    model = parallelize_model(copy.deepcopy(single), tp, expert_parallel=meshes.get_mesh("ep"))
+    experts = [p for name, p in model.named_parameters() if ".experts." in name]
+    assert experts and all(p.device_mesh.size() == size for p in experts)
+    units_of(model, fully_shard, data)
+    trained_alike(single, model, 2, data.get_local_rank())
+    with pytest.raises(ValueError, match="is not a 1-D slice"):
+        parallelize_model(precise("mixtral"), tp, expert_parallel=meshes.get_mesh(("efsdp", "ep")))
+    with pytest.raises(TypeError, match="needs a hyper_parallel DeviceMesh, got"):
+        parallelize_model(precise("mixtral"), tp, expert_parallel="ep")
+    model = torch_parallelize(precise("mixtral"), tp, {"lm_head": TorchColumns()})
+    with pytest.raises(TypeError, match=r"'lm_head.weight' is a DTensor of torch. Load the model without tp_plan"):
+        parallelize_model(model, tp)
+
+
 @spmd.on_mesh()
 def of_transformers_by_hand(mesh: Any, case: str) -> None:
     single = precise(case)
@@ -229,6 +254,12 @@ needs_transformers = pytest.mark.skipif(
 def test_models_of_transformers(pool: Any, case_and_over: tuple[str, str]) -> None:
     case, over = case_and_over
     pool.run(int(np.prod(OVER[over][0])), of_transformers, case, over)
+
+
+@needs_transformers
+@pytest.mark.parametrize("size", in_gate([2, 4], [4]))
+def test_meshes_of_transformers(pool: Any, size: int) -> None:
+    pool.run(4, of_transformers_meshes, size)
 
 
 @needs_transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -15,6 +16,7 @@ from safetensors.torch import save_file
 from hyper_parallel.integrations.huggingface.division import whole_head
 from hyper_parallel.integrations.huggingface.trainer import by_names, load_weights
 from hyper_parallel.testing.extent import in_gate
+from hyper_parallel.testing.pool import SIZE as POOL
 from hyper_parallel.testing.pool import free_port
 from tests.support.programs import ROOT, program_of, run_each, run_ranks
 from tests.torch.huggingface_trainer_jobs import Job, in_one_process, llama, refuse
@@ -38,7 +40,33 @@ GRIDS = {
     "by hand": {"shape": (2, 2), "by_hand": True},
     "sizes": {"shape": (2, 2), "names": ("dp_shard", "tp"), "sizes": "given"},
     "own sizes": {"shape": (2, 2), "names": ("dp_shard", "tp"), "sizes": "own"},
+    "two ranks": {"shape": (2,), "names": ("dp",)},
+    "two ranks of tensors": {"shape": (2,), "names": ("tp",)},
 }
+
+
+PROGRAM = """
+import os, pickle, sys
+from pathlib import Path
+from tests.torch.huggingface_trainer_jobs import over_a_mesh
+folder = Path(sys.argv[1])
+way, job = pickle.loads((folder / "job").read_bytes())
+found = over_a_mesh(way, job)
+(folder / f"found {os.environ['RANK']}").write_bytes(pickle.dumps(found))
+"""
+
+
+def on_ranks(pool: Any, way: str, job: Job) -> Any:
+    """Run a job on all ranks of its mesh. Returns the results of each rank. A job on 2 ranks has processes of its own,
+    because accelerate takes all ranks of a process group."""
+    if (size := int(np.prod(job.shape))) == POOL:
+        return pool.run(size, JOBS, way, job)
+    folder = Path(job.folder)
+    folder.mkdir(exist_ok=True)
+    (folder / "job").write_bytes(pickle.dumps((way, job)))
+    ended = run_ranks(["-c", PROGRAM, folder], size, **SETTINGS)
+    assert [rank.status for rank in ended] == [0] * size, ended
+    return [pickle.loads((folder / f"found {rank}").read_bytes()) for rank in range(size)]
 
 
 def compare(got: Any, wanted: Any, limit: float = 1e-6) -> None:
@@ -67,19 +95,21 @@ def whole(tmp_path_factory: Any) -> tuple[str, Any]:
 
 
 def test_trainer(pool: Any, tmp_path: Path, whole: Any) -> None:
-    """The whole way, and resumes: of this job on another mesh, of one process on this mesh."""
+    """The whole way, and resumes: of this job on 2 ranks, of one process on this mesh. Rows of the log have loss, norm,
+    learning rate and evaluation."""
     job = Job(str(tmp_path / "one"), **GRIDS["data and tensor"])
-    for got in pool.run(4, JOBS, "trained", job):
+    for got in on_ranks(pool, "trained", job):
         compare(got, whole[1])
-    for folder, grid in ((job.folder, "data alone"), (whole[0], "sizes")):
+    assert [sum(name in row for row in whole[1][0]) for name in ("loss", "grad_norm", "eval_accuracy")] == [4, 4, 3]
+    for folder, grid in ((job.folder, "two ranks of tensors"), (job.folder, "two ranks"), (whole[0], "sizes")):
         resumed = Job(str(tmp_path / "two"), **GRIDS[grid], resume=f"{folder}/checkpoint-2")
-        for rows, weights in pool.run(4, JOBS, "trained", resumed):
+        for rows, weights in on_ranks(pool, "trained", resumed):
             compare((later(rows), weights), (later(whole[1][0]), whole[1][1]))
 
 
 @pytest.mark.parametrize("grid", in_gate([*GRIDS][1:], ["replicas"]))
 def test_meshes(pool: Any, tmp_path: Path, whole: Any, grid: str) -> None:
-    for got in pool.run(4, JOBS, "trained", Job(str(tmp_path), **GRIDS[grid])):
+    for got in on_ranks(pool, "trained", Job(str(tmp_path), **GRIDS[grid])):
         compare(got, whole[1])
 
 
@@ -98,7 +128,7 @@ def test_meshes(pool: Any, tmp_path: Path, whole: Any, grid: str) -> None:
 def test_arguments(pool: Any, tmp_path: Path, more: dict[str, Any]) -> None:
     wanted = in_one_process("trained", Job(str(tmp_path / "whole"), **more))
     job = Job(str(tmp_path / "ranks"), **GRIDS["data and tensor"], **more)
-    for got in pool.run(4, JOBS, "trained", job):
+    for got in on_ranks(pool, "trained", job):
         compare(got, wanted, 2e-2 if "bf16" in more.get("arguments", {}) else 1e-6)
 
 
@@ -106,12 +136,12 @@ def test_arguments(pool: Any, tmp_path: Path, more: dict[str, Any]) -> None:
 def test_accelerate(pool: Any, tmp_path: Path, grid: str) -> None:
     """A loop with accelerate, and its state on another mesh. Accelerate takes a step of the schedule for each
     batch of the ranks. So the resumed job has as many."""
-    later_grid = "replicas of shards" if grid == "data alone" else "own sizes"
+    grids = {"data alone": "replicas of shards", "replicas": "own sizes", "data and tensor": "two ranks"}
     rows, weights = in_one_process("accelerated", Job(str(tmp_path / "whole")))
     job = Job(str(tmp_path / "ranks"), **GRIDS[grid])
-    resumed = Job(str(tmp_path / "more"), **GRIDS[later_grid], resume=f"{job.folder}/state")
+    resumed = Job(str(tmp_path / "more"), **GRIDS[grids[grid]], resume=f"{job.folder}/state")
     for given, wanted in ((job, rows), (resumed, rows[len(rows) // 2 :])):
-        for got, found in pool.run(4, JOBS, "accelerated", given):
+        for got, found in on_ranks(pool, "accelerated", given):
             for row, other in zip(got, wanted, strict=True):
                 assert row == pytest.approx(other, rel=1e-6)
             for name, value in weights.items():
@@ -126,13 +156,22 @@ def test_supervised_finetuning(pool: Any, tmp_path: Path, adapters: bool) -> Non
         pytest.importorskip("peft")
     wanted = in_one_process("supervised", Job(str(tmp_path / "whole"), adapters=adapters))
     job = Job(str(tmp_path / "ranks"), **GRIDS["data and tensor"], adapters=adapters)
-    for rows, weights in pool.run(4, JOBS, "supervised", job):
+    for rows, weights in on_ranks(pool, "supervised", job):
         compare((of_training(rows), weights), (of_training(wanted[0]), wanted[1]), 1e-5)
-    resumed = Job(
-        str(tmp_path / "more"), **GRIDS["tensor first"], resume=f"{job.folder}/checkpoint-2", adapters=adapters
-    )
-    for rows, weights in pool.run(4, JOBS, "supervised", resumed):
-        compare((of_training(later(rows)), weights), (of_training(later(wanted[0])), wanted[1]), 1e-5)
+    for grid in ("two ranks", "tensor first"):
+        more = Job(str(tmp_path / grid), **GRIDS[grid], resume=f"{job.folder}/checkpoint-2", adapters=adapters)
+        for rows, weights in on_ranks(pool, "supervised", more):
+            compare((of_training(later(rows)), weights), (of_training(later(wanted[0])), wanted[1]), 1e-5)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grid", ["data and tensor", "two ranks"])
+def test_generation(pool: Any, tmp_path: Path, grid: str) -> None:
+    """A ``Seq2SeqTrainer`` that evaluates the words of ``generate``."""
+    wanted = in_one_process("generated", Job(str(tmp_path / "whole")))
+    for rows, words in on_ranks(pool, "generated", Job(str(tmp_path / "ranks"), **GRIDS[grid])):
+        assert np.array_equal(words, wanted[1])
+        assert rows == pytest.approx(wanted[0], rel=1e-6)
 
 
 def of_training(rows: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
 import torch.distributed.nn.functional as functional
 import torch.nn.functional as F
 from torch import nn
@@ -257,6 +258,14 @@ def corners(mesh: Any) -> None:
         assert isinstance(ways(x[0, :, :, torch.tensor([1, 0], device=device())]), Lost)
         # Nothing reads the gradient of zeros that the program makes.
         assert placed(x + torch.zeros(4, 6, device=device(), requires_grad=True).abs()) == [(Shard(2),)]
+        # Zeros that the program makes are a summand too, whatever their number of rows. Other values are not.
+        partial = DTensor.from_local(data[0, 0], tp, [Partial()]).to_local()
+        for rows in (0, 2):
+            assert placed(torch.vstack((partial, partial.new_zeros(rows, 6)))) == [(Partial(),)]
+        unsorted = torch.zeros(4, 6, device=device())
+        unsorted[torch.tensor([0, 3, 2, 1], device=device())] = partial
+        assert placed(unsorted) == [(Partial(),)]
+        assert not following.findings, following
         # Pieces with other gradients are taken apart again, by split and by slices.
         whole = torch.ones(2, 3, 4, device=device(), requires_grad=True)
         summed = DTensor.from_local(whole, tp, [Replicate()]).to_local(grad_placements=[Partial()])
@@ -288,6 +297,8 @@ def corners(mesh: Any) -> None:
         # The gradient of a parameter is read.
         part(data, 2) + nn.Parameter(torch.zeros(4, 6, device=device())).abs()
         assert len(following.findings) == kinds + 2 and not following.findings[-1].certain
+        torch.vstack((partial, partial.new_ones(2, 6)))
+        assert len(following.findings) == kinds + 3 and "once for each rank" in str(following)
 
     blind = get_platform()
     vars(blind)["follow"] = lambda follower: None
@@ -448,6 +459,14 @@ def own_collectives(mesh: Any) -> None:
         with check_plain_code(model) as checked:
             model(ids())
         assert not checked.findings and any("all_reduce" in name for name in checked.unknown), checked
+    partial = torch.ones(2, 4, device=device())
+    with follow(nn.Module(), get_platform()) as following:
+        # Each rank gets other values by this one: they are not the same on all ranks.
+        sent = DTensor.from_local(partial, mesh, [Partial()]).to_local()
+        got = collectives.all_to_all_single(sent, None, None, group)
+        assert isinstance(ways(got), Lost) and isinstance(ways(got + 1), Lost)
+        partial + got + DTensor.from_local(partial, mesh, [Partial()]).to_local()
+        assert not following.findings, following
 
 
 def test_own_collectives(pool: Any) -> None:

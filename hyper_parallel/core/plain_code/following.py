@@ -25,6 +25,7 @@ from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark
 from hyper_parallel.core.plain_code.report import Report
 from hyper_parallel.core.plain_code.sizes import Roots, number_problems, sizes_of_part
 from hyper_parallel.core.plain_code.views import marks_of_base
+from hyper_parallel.core.plain_code.zeros import joined_operands, zeros_beside
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
 from hyper_parallel.platform.contract import Platform
@@ -89,18 +90,18 @@ class Following(Report):
             result = call()
             if platform.is_collective(func):
                 self._communicated(args, kwargs, title)
-            else:
+            if not platform.is_collective(func) or any(word in title for word in ("to_all", "scatter", "wait")):
                 self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
         kind = platform.Tensor
         trains = [platform.requires_grad(x) if isinstance(x, kind) else None for x in operands]
+        zeros = zeros_beside(op.name, operands, platform)
         result = call()
         target = operands[0] if op.in_place else result
         results = [target] if isinstance(target, kind) else list(tensors_in(target, kind))
-        if not op.in_place and any(y is x for y in results for x in operands):
-            results = []  # an operation may return its operand, which keeps its marks
-        if not results:
+        # An operation may return its operand, which keeps its marks.
+        if not results or (not op.in_place and any(y is x for y in results for x in operands)):
             if OPERATIONS[op.name].gathers:
                 note = f"{title} reads values of a shard"
                 self.notes[note] = self.notes.get(note, 0) + 1
@@ -112,9 +113,8 @@ class Following(Report):
             for x, needs in zip(operands, trains, strict=True)
         )
         source = next((h.source for h in marks if h.source), "")
-        if op.name == "cat":  # torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors
-            kept = [i for i, x in enumerate(described) if x is None or x.shape != (0,)]
-            described, operands = tuple(described[i] for i in kept), tuple(operands[i] for i in kept)
+        if zeros or op.name == "cat":
+            described, operands = joined_operands(described, operands, zeros)
         mesh = self._mesh_of(described)
         ways: Sequence[Ways] = (WHOLE,) * len(results)
         findings = tuple(dict.fromkeys(f for h in marks for f in h.findings)) if any(h.findings for h in marks) else ()

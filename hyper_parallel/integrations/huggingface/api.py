@@ -11,7 +11,7 @@ from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.core.tensor_parallel.styles.base import ParallelStyle
 from hyper_parallel.integrations.huggingface.attention import fit_heads
 from hyper_parallel.integrations.huggingface.between import fit_between
-from hyper_parallel.integrations.huggingface.experts import with_own_tokens
+from hyper_parallel.integrations.huggingface.experts import slice_over, with_own_tokens
 from hyper_parallel.integrations.huggingface.head import fit_head
 from hyper_parallel.integrations.huggingface.lora import adapted_model, place_adapters, without_adapters
 from hyper_parallel.integrations.huggingface.plans import named_plan, resolve_styles
@@ -58,7 +58,7 @@ def parallelize_model(
         expert_parallel: whether each rank has some full experts, by the model's own plan (``model.ep_plan``), or a
             shard of every expert. A 1-D mesh of the same root is for ranks with separate batches: its ranks have full
             experts, and send tokens to each other (`ExpertParallel`). If ``device_mesh`` is not part of that mesh, its
-            ranks have shards of these experts.
+            ranks have shards of these experts. A mesh of torch stands for the slice with its ranks.
         balance: as for `shard_sequence`, if sequences are sharded.
         src_data_rank: rank of the mesh whose parameters all ranks get, including plain ones. None keeps each rank's
             local values and communicates nothing. Then values, and the generators' states, must be equal on all ranks.
@@ -67,9 +67,10 @@ def parallelize_model(
         ``model``.
 
     Raises:
-        TypeError: for a model that is not of transformers, and one that is quantised. ValueError: for a model without a
-            plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters, a key of
-            ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed then.
+        TypeError: for a model that is not of transformers, and one that is quantised or sharded. ValueError: for a
+            model without a plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters,
+            a key of ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed
+            then.
             With sharded sequences, for layers that mix positions and are no known attention; and in a call, for
             ``labels``, a mask that hides tokens, and parts without their own positions.
 
@@ -113,19 +114,21 @@ def _parallelize(
     plan: dict[str, str | ParallelStyle | None] | None,
     gather_logits: bool,
     gather_heads: bool,
-    expert_parallel: bool | DeviceMesh,
+    expert_parallel: Any,
     src_data_rank: int | None,
 ) -> None:
     """Apply the plan for tensor parallelism; arguments as for `parallelize_model`."""
     platform = mesh.platform
     check_src_data_rank(src_data_rank, mesh)
     modules = dict(platform.named_modules(model))
+    _refuse_sharded(modules, mesh)
     _refuse_quantised(modules, mesh)
     plain, changes = without_adapters(modules), plan or {}
     named = named_plan(model, changes, mesh, expert_parallel=expert_parallel is not False)
     styles = resolve_styles(named, plain, changes, mesh)
     experts: dict[str, ParallelStyle] = {}
-    if isinstance(expert_parallel, DeviceMesh):
+    if not isinstance(expert_parallel, bool):
+        expert_parallel = slice_over(resolve_mesh(expert_parallel, "parallelize_model(expert_parallel=...)"), mesh)
         inside = resolve_styles(named_plan(model, changes, mesh), plain, changes, mesh)
         top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
         experts = with_own_tokens(styles, inside, mesh, expert_parallel, top_k)
@@ -140,6 +143,19 @@ def _parallelize(
         setattr(module, attribute, size)
     _settle_rest(modules, mesh)
     say_shares(model, mesh)
+
+
+def _refuse_sharded(modules: dict[str, Any], mesh: DeviceMesh) -> None:
+    """Raise TypeError for a model that transformers sharded, with DTensors of torch."""
+    platform = mesh.platform
+    for path, module in modules.items():
+        for name, parameter in platform.named_parameters(module):
+            if platform.foreign_tensor(parameter) is not None:
+                raise TypeError(
+                    f"the model is sharded already: {f'{path}.{name}'.lstrip('.')!r} is a DTensor of torch. Load the "
+                    "model without tp_plan and distributed_config, and call parallelize_model before torch's own "
+                    "fully_shard"
+                )
 
 
 def _refuse_quantised(modules: dict[str, Any], mesh: DeviceMesh) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hyper_parallel.core.data_parallel.fully_shard import fully_shard
+from hyper_parallel.core.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
 from hyper_parallel.core.data_parallel.replicate import replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Shard
@@ -109,6 +109,8 @@ class Division:
         for module in [module for module in model.modules() if type(module).__name__ in kinds]:
             fully_shard(module, mesh=self._data)
         fully_shard(model, mesh=self._data)
+        if of_transformers and getattr(inner.config, "is_encoder_decoder", False):
+            register_fsdp_forward_method(model, "generate")  # which calls the encoder by itself
 
     def gather(self, x: Any) -> Any:
         """Return the values of all batches, concatenated along dimension 0, each batch once. The shapes must be

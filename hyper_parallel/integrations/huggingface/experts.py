@@ -7,6 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
+from hyper_parallel.core.mesh.arrays import rows_along
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
@@ -18,6 +19,7 @@ __all__ = [
     "ExpertsParallel",
     "IdentityExpertsParallel",
     "WholeExpertsParallel",
+    "slice_over",
     "with_own_tokens",
 ]
 
@@ -250,6 +252,25 @@ def with_own_tokens(
         else:
             found[path] = style.with_own_tokens(top_k)
     return found
+
+
+def slice_over(over: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
+    """Return the slice of ``mesh``'s root that has the same ranks as ``over`` on every rank, or ``over`` itself.
+
+    transformers makes one mesh for dense layers and another for experts, of the same ranks.
+    """
+    root = mesh.get_root_mesh()
+    names = root.mesh_dim_names
+    if over.ndim != 1 or over.get_root_mesh() is root or names is None:
+        return over
+    wanted = sorted(over.rows())
+    for count in range(1, root.ndim + 1):
+        for first in range(root.ndim - count + 1):
+            dims = range(first, first + count)
+            if sorted(rows_along(root.ranks, dims)) == wanted:
+                found = root[tuple(names[dim] for dim in dims)]
+                return found if count == 1 else found._flatten()
+    return over
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:

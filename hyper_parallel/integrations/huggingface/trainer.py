@@ -22,7 +22,7 @@ _KNOWN = "5.24"
 #: Attributes of a Trainer that this module replaces or uses.
 _NEEDED = (
     *("get_total_train_batch_size", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
-    *("_load_from_checkpoint", "_load_best_model", "accelerator", "model", "args"),
+    *("_load_from_checkpoint", "_load_best_model", "evaluation_loop", "accelerator", "model", "args"),
 )
 #: The folder of an optimizer's shards in a checkpoint, and the files of a Trainer without parallelism.
 _FOLDER, _WHOLE, _SCHEDULER = "optimizer", "optimizer.pt", "scheduler.pt"
@@ -80,8 +80,6 @@ def parallelize_trainer(
     trainer.args.parallelism_config = None
     give_methods(trainer, _Divided)
     trainer._division = division
-    # The Trainer has saved the method of the accelerator's earlier class.
-    trainer.gather_function = trainer.accelerator.gather_for_metrics
     return trainer
 
 
@@ -114,6 +112,11 @@ class _Divided(_Base):
         """Return the operations of this rank for a batch, which ranks that share a model divide."""
         operations: float = super().floating_point_ops(inputs)
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
+
+    def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate, each sample once. ``Seq2SeqTrainer`` would count the samples twice that fill the last batches."""
+        self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch with the mean over its own tokens, as one process does.

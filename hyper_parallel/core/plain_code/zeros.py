@@ -1,0 +1,49 @@
+"""Zeros that a program joins to a partial tensor, or into which it writes one: a right summand on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hyper_parallel.core.layouts.layout import get_layout
+from hyper_parallel.core.plain_code.judge import Operand
+from hyper_parallel.core.plain_code.marks import WHOLE, ways_of
+from hyper_parallel.platform.contract import Platform
+
+__all__ = ["joined_operands", "zeros_beside"]
+
+#: Operations that put tensors side by side, or write one into another.
+JOINING = frozenset({"cat", "index_add", "scatter_add", "setitem", "setitem_", "stack"})
+
+
+def zeros_beside(name: str, values: Sequence[Any], platform: Platform) -> tuple[int, ...]:
+    """Return the places of unmarked zeros among the operands of an operation of `JOINING`, before it writes.
+
+    Zeros, such as padding, are a right summand on every rank.
+    """
+    if name not in JOINING or all(ways_of(value) is WHOLE for value in values):
+        return ()
+    return tuple(
+        i
+        for i, value in enumerate(values)
+        if platform.is_tensor(value) and platform.is_floating_point(value) and ways_of(value) is WHOLE
+        if platform.has_values(value) and not platform.requires_grad(value) and not any(platform.host_memory(value))
+    )
+
+
+def joined_operands(described: Sequence[Operand | None], values: Sequence[Any], zeros: Sequence[int]) -> tuple:
+    """Return the descriptions and values of the operands that an operation of `JOINING` joins.
+
+    torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors. ``zeros`` are places of
+    `zeros_beside`. They get the mark of a summand that they are joined to, or that is written into them.
+    """
+    marks = (m for x in described if x is not None and isinstance(x.ways, tuple) for m in x.ways)
+    summand = next((m for m in marks if m is not None and not m.sharded), None)
+    kept = []
+    for i, (x, value) in enumerate(zip(described, values, strict=True)):
+        if x is not None and i in zeros and summand is not None:
+            layout = get_layout(summand.layout.mesh, summand.layout.placements, x.shape)
+            x = x._replace(ways=(summand._replace(layout=layout),))
+        if x is None or x.shape != (0,):
+            kept.append((x, value))
+    return tuple(x for x, _ in kept), tuple(value for _, value in kept)
