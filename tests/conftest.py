@@ -232,7 +232,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _named(item: pytest.Item, reasons: dict[str, str]) -> str | None:
-    """The reason that a table gives for a row of a test, for the test, or for all of its file."""
+    """The reason that a table gives for a row of a test, for the test, or for its file."""
     names = (f"{item.path.name}::{name}" for name in (item.name, getattr(item, "originalname", item.name)))
     return next(filter(None, map(reasons.get, (*names, item.path.name))), None)
 

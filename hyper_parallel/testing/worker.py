@@ -113,8 +113,8 @@ def _join(settings: Settings) -> None:
 def stay_on_one_core(platform: str | None, rank: int) -> None:
     """Keep this process of MindSpore on one core, if ``OMP_NUM_THREADS`` asks for one thread.
 
-    MindSpore does not read the variable. On several cores its threads spin while they wait for parts of operations,
-    which takes as much time as the rank itself: 3.5 s of a processor for what takes 1.4 s on one core (2026-11-30).
+    MindSpore does not read the variable. On several cores its threads spin while they wait for work. They take as
+    much time as the rank itself: 3.5 s of a processor where 1.4 s do on one core (2026-11-30).
     """
     if platform == "mindspore" and os.environ.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
