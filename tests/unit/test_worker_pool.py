@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hyper_parallel.platform import timeout
-from hyper_parallel.testing import pool
+from hyper_parallel.testing import pool, worker
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.pool import JobError, WorkerPool
 from hyper_parallel.testing.worker import Failure
@@ -164,3 +164,18 @@ def test_close_leaves_no_process() -> None:
     pool.close()
     pool.close()
     assert not any(is_alive(pid) for pid in pids)
+
+
+def test_ranks_of_mindspore_stay_on_one_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on the next of the cores that the process may use, if one thread is asked for."""
+    kept: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 2}, raising=False)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda process, cores: kept.append(cores), raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for rank in range(3):
+        worker.stay_on_one_core("mindspore", rank)
+    worker.stay_on_one_core("torch-cpu", 0)
+    worker.stay_on_one_core(None, 0)
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    worker.stay_on_one_core("mindspore", 0)
+    assert kept == [{2}, {5}, {2}]
