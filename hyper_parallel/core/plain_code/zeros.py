@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.plain_code.judge import Operand
 from hyper_parallel.core.plain_code.marks import WHOLE, ways_of
@@ -27,7 +29,8 @@ def zeros_beside(name: str, values: Sequence[Any], platform: Platform) -> tuple[
         i
         for i, value in enumerate(values)
         if platform.is_tensor(value) and platform.is_floating_point(value) and ways_of(value) is WHOLE
-        if platform.has_values(value) and not platform.requires_grad(value) and not any(platform.host_memory(value))
+        if platform.has_values(value) and not platform.requires_grad(value)
+        if not np.asarray(platform.host_memory(value)).any()
     )
 
 
