@@ -118,7 +118,7 @@ def test_parts_that_lie_wildly(path: Path, dimensions: int) -> None:
             row.append([[0] * dimensions, size, 0, "x"])
             rest %= unit
     put(path, "tensors", "y", tensor([side] * dimensions, [*parts, *row]))
-    refused(path, "index.json is damaged: ValueError the parts")
+    refused(path, "index.json is damaged: ValueError its shards divide")
 
 
 def test_a_tensor_that_no_file_has(path: Path) -> None:

@@ -140,7 +140,7 @@ def refusals(mesh: Any) -> None:
         fully_shard(unit, mesh=mesh)
     tied = adapter.Tied(4, 4)
     fully_shard(tied.head, mesh=mesh)
-    with fails(ValueError, "belongs to another unit", "'weight'", "modules with this parameter"):
+    with fails(ValueError, "sharded by fully_shard already", "'weight'", "modules with this parameter"):
         fully_shard(tied.embedding, mesh=mesh)
     tensor_parallel = parallelize_module(adapter.linear_module(4, 4), mesh, ColwiseParallel())
     with fails(ValueError, "'weight'", "another dimension of the same root mesh"):

@@ -144,7 +144,7 @@ def whole_layers(mesh: Any) -> None:
         parallelize_module(model, mesh, {"attention.out_proj": RowwiseParallel()})
     with fails(ValueError, "'attention' is a ", "use NoParallel() to compute the module in full"):
         parallelize_module(model, mesh, {"attention": ColwiseParallel()})
-    with fails(ValueError, "'attention' SequenceParallel", "each position needs all", "NoParallel(input_layout="):
+    with fails(ValueError, "SequenceParallel for 'attention'", "each position needs all", "NoParallel(input_layout="):
         parallelize_module(model, mesh, {"attention": SequenceParallel()})
     for suffix, styles in (
         ("", (SequenceParallel(), ContextParallel())),
