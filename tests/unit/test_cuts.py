@@ -14,11 +14,13 @@ from hyper_parallel.core.communication.redistribute import plan_redistribution
 from hyper_parallel.core.layouts.cuts import as_last_cut, cut_order, in_order
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
-from hyper_parallel.testing.extent import everything, in_gate
+from hyper_parallel.testing.extent import in_gate
 from tests.unit.rules_harness import mesh_of_rank
 
 MESHES = ((2, 2), (3, 2), (2, 1, 2), (1, 2, 2), (2, 2, 1), (2, 3, 2))
 SIZES = (0, 1, 3, 5, 7, 8, 12, 13)
+#: Meshes of steps between layouts. To find the steps takes most of the time, and the gate leaves one mesh out.
+STEPPED = ((2, 2), (3, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2))
 
 
 def cut(elements: np.ndarray, parts: int, rank: int) -> np.ndarray:
@@ -114,14 +116,14 @@ def owned(layout: Layout) -> np.ndarray:
 
 
 @pytest.mark.parametrize("shape", in_gate([(7, 4), (3, 5)], [(3, 5)]), ids=str)
-@pytest.mark.parametrize("mesh", [(2, 2), (3, 2), (2, 1, 2), (1, 2, 2), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", in_gate(STEPPED, [mesh for mesh in STEPPED if mesh[0] > 1]), ids=str)
 def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """The parts that a step gathers, cuts or exchanges lead from the ranks' old shards to the new ones."""
     ranks = [mesh_of_rank(mesh, rank) for rank in range(math.prod(mesh))]
     layouts = every_layout(mesh, shape)
     targets = [t for t in layouts if not any(p.is_partial() for p in t)]
     if len(mesh) == 3:
-        layouts, targets = (layouts[::5], targets[::3]) if everything() else (layouts[::11], targets[::5])
+        layouts, targets = layouts[::5], targets[::3]
     for source, target in itertools.product(layouts, targets):
         plans = [plan_redistribution(get_layout(m, source, shape), get_layout(m, target, shape)) for m in ranks]
         assert len({tuple(map(type, plan)) for plan in plans}) == 1
