@@ -618,7 +618,7 @@ def test_methods_from_before_the_patch() -> None:
 @on_mesh(2, 2, names=("dp", "tp"))
 def inside_of_units(mesh: Any) -> None:
     """Blocks that are compiled inside of `fully_shard` and `replicate`."""
-    for wrap in (fully_shard, replicate) if everything() else (replicate,):
+    for wrap in (fully_shard, replicate) if everything() else (fully_shard,):
         fresh()
         single = Mlp()
         model = parallelize_module(copy.deepcopy(single), mesh["tp"], COLWISE_ROWWISE)

@@ -301,7 +301,7 @@ class Half(nn.Module):
 @on_mesh()
 def units(mesh: Any) -> None:
     """Around units of data parallelism graphs break, and the inside of a unit is compiled by itself."""
-    for wrap in (fully_shard, replicate) if everything() else (fully_shard,):
+    for wrap in (fully_shard, replicate) if everything() else (replicate,):
         fresh()
         single, graphs = Halves(), Graphs()
         model = copy.deepcopy(single)
