@@ -196,7 +196,9 @@ def wrong_calls(mesh: Any) -> None:
         adapter.call(model(up=ColwiseParallel(output_layouts=Shard(2))), x)
     with fails(TypeError, path, "must be a tensor, got str"):
         adapter.call(model(up=ColwiseParallel()), "x")
-    with fails(ValueError, "'down'", "has 13 features", f"takes {12 // mesh.size()} of the 12 features", "input_layouts"):
+    with fails(
+        ValueError, "'down'", "has 13 features", f"takes {12 // mesh.size()} of the 12 features", "input_layouts"
+    ):
         adapter.call(model(down=RowwiseParallel()).down, floats(4, 13))
     with fails(ValueError, "'up' was called without inputs"):
         adapter.call(model(up=ColwiseParallel()).up)
