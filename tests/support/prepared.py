@@ -57,9 +57,6 @@ def _run(arguments: list[str], environment: dict[str, str], cwd: str, output: st
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
-    from hyper_parallel.testing.worker import stay_on_one_core
-
-    stay_on_one_core(environment.get("HYPER_PARALLEL_PLATFORM"), int(environment.get("RANK", "0")))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os._exit(_status(arguments))
 
