@@ -118,7 +118,7 @@ def test_parts_that_lie_wildly(path: Path, dimensions: int) -> None:
             row.append([[0] * dimensions, size, 0, "x"])
             rest %= unit
     put(path, "tensors", "y", tensor([side] * dimensions, [*parts, *row]))
-    refused(path, "index.json is damaged: ValueError its shards divide")
+    refused(path, f"index.json is damaged: ValueError {'its shards divide' if dimensions > 5 else 'the parts'}")
 
 
 def test_a_tensor_that_no_file_has(path: Path) -> None:

@@ -152,13 +152,13 @@ def whole_layers(mesh: Any) -> None:
     ):
         for style in styles:
             steps = recurrent(suffix)
-            with fails(ValueError, f"'steps' {type(style).__name__}", "each step needs", "give it NoParallel("):
+            with fails(ValueError, f"{type(style).__name__} for 'steps'", "each step needs", "use NoParallel("):
                 parallelize_module(Outer(steps=steps), mesh, {"steps": style})
         with fails(ValueError, "'steps' is a ", "use NoParallel() to compute the module in full"):
             parallelize_module(Outer(steps=recurrent(suffix)), mesh, {"steps": ColwiseParallel()})
     steps = recurrent("_l0")
     steps.inner = adapter.norm_module(6)
-    with fails(ValueError, "'steps.inner' ColwiseParallel", "give 'steps' NoParallel()"):
+    with fails(ValueError, "ColwiseParallel for 'steps.inner'", "use NoParallel() for 'steps'"):
         parallelize_module(Outer(steps=steps), mesh, {"steps.inner": ColwiseParallel()})
     steps.inner = adapter.linear_module(6, 6)  # which the layer may call
     parallelize_module(Outer(steps=steps), mesh, {"steps.inner": ColwiseParallel()})
