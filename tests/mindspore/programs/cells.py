@@ -524,7 +524,7 @@ PROGRAMS: dict[str, Program] = {
         lambda: below("net.feed_forward", **FEED_FORWARD),
     ),
     "sequence parallel": Program(
-        "a norm and a sum on a part of the sequence",
+        "a norm and a sum on a shard of the sequence",
         lambda: scored(PreNorm()),
         even_sequences,
         lambda: {

@@ -207,7 +207,7 @@ PROGRAMS: dict[str, Program] = {
     "a bprop": _of_net("a cell with a `bprop`", lambda: scored(Between(Straight())), between_plan),
     "a _Function": _of_net("a `_Function`", lambda: scored(Between(Halved.apply)), between_plan),
     "stop_gradient": _of_net(
-        "`ops.stop_gradient` of a part",
+        "`ops.stop_gradient` of a shard",
         lambda: scored(Between(lambda x: x * ops.stop_gradient(ops.tanh(x)))),
         between_plan,
     ),

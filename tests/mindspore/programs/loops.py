@@ -162,7 +162,7 @@ PROGRAMS: dict[str, Program] = {
     "TrainOneStepCell": _with("`nn.TrainOneStepCell` with `nn.Adam`", one_step_cell),
     "evaluation in between": _with("`set_train(False)` and back", evaluated),
     "saved and loaded": _with("`save_checkpoint` and `load_param_into_net` of net and optimizer", saved_and_loaded),
-    "weights of another net": _with("`set_data` of whole parameters", copied),
+    "weights of another net": _with("`set_data` of full values", copied),
     "loss scaling": _with("`DynamicLossScaler`, and a loss that is infinite", scaled),
     "logits next to the loss": Program(
         "`value_and_grad(has_aux=True)`",
