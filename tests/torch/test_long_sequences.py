@@ -72,7 +72,8 @@ def mixing(mesh: Any) -> None:
     }
     with context_parallel(mesh, length=6):
         for name, call in refusals.items():
-            with pytest.raises(ValueError, match=f"{name.split()[0]} mixes positions.* this rank's shard of the sequence"):
+            words = f"{name.split()[0]} mixes positions.* this rank's shard of the sequence"
+            with pytest.raises(ValueError, match=words):
                 call()
         F.conv1d(rows.transpose(1, 2), torch.ones(2, 6, 1, device=device()))
         nn.BatchNorm1d(6, device=device()).eval()(rows.transpose(1, 2))

@@ -63,6 +63,10 @@ def to_torch(mesh: Any) -> None:
     assert type(theirs)._concatenate(parts) == theirs
     assert mesh.to_torch() is theirs and DeviceMesh.from_torch(theirs) is mesh
     assert DeviceMesh.from_torch(parts[1]) is mesh["tp"]
+    # An equal slice of another mesh stays a slice of that one.
+    others = init_torch_mesh(device().type, (2, 1, 2), mesh_dim_names=("replicas", "dp", "tp"))
+    assert others["tp"] == parts[1] and DeviceMesh.from_torch(others["tp"]) is DeviceMesh.from_torch(others)["tp"]
+    assert DeviceMesh.from_torch(parts[1]) is mesh["tp"]
 
 
 @on_2_by_2

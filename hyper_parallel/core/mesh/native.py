@@ -51,12 +51,16 @@ def mesh_of(cls: type[_Mesh], platform: Platform, native: Any) -> _Mesh:
         entry = _MADE.get(native)
     except TypeError:  # an object other than a mesh may have no hash, and no weak references
         entry = None
-    if entry is not None and entry[0]() is world:
-        made: _Mesh = entry[1]
+    made: _Mesh | None = entry[1] if entry is not None and entry[0]() is world else None
+    if made is not None and made.get_root_mesh() is made:
         return made
     known = platform.describe_native_mesh(native)
     if known.root is not None:
-        mesh: _Mesh = _slice_like(mesh_of(cls, platform, known.root), known)
+        root = mesh_of(cls, platform, known.root)
+        # Slices of different meshes of the framework are equal if their ranks and names are.
+        if made is not None and made.get_root_mesh() is root:
+            return made
+        mesh: _Mesh = _slice_like(root, known)
     else:
         mesh = root_mesh(cls, platform, known.ranks, known.names, known.groups)
         if mesh.groups.own is known.groups:
