@@ -58,7 +58,7 @@ def beside(mesh: Any) -> None:
         found, sent = values_and_bytes(block, x)
         for a, b in zip(found, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert sent == sent_by_hand, method
+        assert sent == sent_by_hand, (method, sent, sent_by_hand)
         pieces = 2 * x.shape[0] * HEADS.keys * HEADS.features * x.shape[1] * x.itemsize
         if method == "ring":
             assert sent == [3 * pieces, 6 * pieces]
