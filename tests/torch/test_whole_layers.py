@@ -121,7 +121,7 @@ def refused(mesh: Any) -> list[str]:
     }.items():
         for style in styles:
             with pytest.raises(
-                ValueError, match=r"'layer'.*: (give it |use )?NoParallel\(.*in full on every rank"
+                ValueError, match=r"'layer'(, but| is) .*: use NoParallel\(.*in full on every rank"
             ) as error:
                 parallelize_module(LAYERS[name](), mesh, {"layer": style})
             found.append(str(error.value))

@@ -156,7 +156,7 @@ def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int
 @pytest.mark.parametrize(
     ("placements", "message"),
     [
-        ((StridedShard(0, 2), Replicate()), r": StridedShard.*mesh dimension 0.*use Shard\(0\)$"),
+        ((StridedShard(0, 2), Replicate()), r": StridedShard.*mesh dimension 0.*split_factor.*use Shard\(0\)$"),
         ((StridedShard(0, 3), Shard(0)), r"\(3, 2\): use Shard\(0\), or StridedShard\(dim=0, split_factor=2\)"),
         ((Shard(0), StridedShard(0, 3)), r"mesh dimension 1.*use Shard\(0\)$"),
         (

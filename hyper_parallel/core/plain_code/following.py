@@ -39,6 +39,8 @@ UNEVEN = "parts of unequal size"
 _VERDICTS: Cache = Cache(1 << 14, "verdicts on plain code")
 #: Operations whose result means the same as their operand, such as a cast.
 _SAME = ("alias", "contiguous", "linear_unary")
+#: Words in names of collectives whose results may differ from rank to rank, or are not known yet.
+_DIFFERING = ("to_all", "scatter", "wait")
 #: The followed programs, innermost last. Only the innermost program gets reports.
 FOLLOWING: list[Following] = []
 
@@ -80,17 +82,17 @@ class Following(Report):
         return sizes_of_part(ways_of(x), given, self._roots)
 
     def operation(self, op: Any, func: Any, args: tuple, kwargs: dict, call: Callable[[], Any]) -> Any:
-        """Run an operation, judge it, and record the placements of its results. This implements
-        `Follower.operation`."""
+        """Run an operation, judge it, and record its results' placements, as `Follower.operation` says."""
         platform, title = self._platform, name_of(func)
         if platform.in_backward():  # a recomputed forward
             return call()
         bound = None if op is None else _bound(op, func, args, kwargs)
         if bound is None:
             result = call()
-            if platform.is_collective(func):
+            collective = platform.is_collective(func)
+            if collective:
                 self._communicated(args, kwargs, title)
-            if not platform.is_collective(func) or any(word in title for word in ("to_all", "scatter", "wait")):
+            if not collective or any(word in title for word in _DIFFERING):
                 self._lose(result, args, kwargs, title)
             return result
         operands, static = bound
@@ -148,6 +150,7 @@ class Following(Report):
 
     def _are_read(self, operands: Sequence[Any]) -> bool:
         """Return whether the gradients of ``operands`` without a recorded placement may be used."""
+        # A program may set ``requires_grad`` of zeros that it has made, for the sake of activation checkpointing.
         platform = self._platform
         plain = [x for x in operands if platform.is_tensor(x) and platform.requires_grad(x) and held(x) is None]
         kinds = (platform.Parameter, *self._inputs)
@@ -213,6 +216,7 @@ class Following(Report):
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
         """Record that the placements of an unknown operation's results are unknown."""
+        # A returned argument keeps its placement, unless the operation writes to it.
         given = list(tensors_in((args, kwargs), self._platform.Tensor))
         writes = kwargs.get("out") is not None or title.rstrip("_") + "_" == title
         results = [y for y in tensors_in(result, self._platform.Tensor) if writes or not any(y is x for x in given)]
@@ -245,8 +249,7 @@ class Following(Report):
 
     # ------------------------------------------------------------------------------------------------ borders
     def given(self, x: Any, layout: Layout, summed: tuple[int, ...] = ()) -> None:
-        """Record the placement of ``x``, made from a DTensor of ``layout``. Its gradient is partial along
-        ``summed``."""
+        """Record the placement of ``x``, made from a DTensor. Its gradient is partial along ``summed``."""
         if not self.is_here:
             return
         self._mesh = layout.mesh
@@ -264,8 +267,7 @@ class Following(Report):
             self.lose(x, UNEVEN, layout.mesh)
 
     def joined(self, x: Any, pieces: Sequence[Any], dim: int) -> None:
-        """Record the placements of ``x``, which a style made by concatenating differently placed ``pieces`` along
-        ``dim``."""
+        """Record the placements of ``x``, which a style concatenated from ``pieces`` along ``dim``."""
         if not self.is_here:
             return
         dim %= len(x.shape)

@@ -78,7 +78,7 @@ def train(mesh: Any, kind: str, sizes: tuple[int, int]) -> Any:
 
 
 def held(module: Any, mesh: Any) -> list[tuple[str, str, Any]]:
-    """Yield (path, name, parameter) for all parameters of a model."""
+    """Return (path, name, parameter) for all parameters of a model."""
     platform = mesh.platform
     return [(path, *p) for path, sub in platform.named_modules(module) for p in platform.named_parameters(sub)]
 

@@ -30,7 +30,7 @@ FEATURES = 6
 
 
 def batches(mesh: Any, count: int) -> list[tuple[Any, Any]]:
-    """Yield the batches of all ranks, each with this rank's part."""
+    """Return the batches of all ranks, each with this rank's part."""
     rank = mesh.get_local_rank(0)
     xs = np.random.default_rng(1).standard_normal((count, mesh.size() * ROWS, FEATURES)).astype(np.float32)
     return [(x, x[rank * ROWS : (rank + 1) * ROWS]) for x in xs]
@@ -207,7 +207,7 @@ def finalized_by_hand(mesh: Any) -> None:
 
 
 def adapter_parameters(module: Any, platform: Any) -> list[tuple[str, Any]]:
-    """Yield name and parameter."""
+    """Return names and parameters."""
     return [
         (f"{path}.{name}" if path else name, p)
         for path, m in platform.named_modules(module)
@@ -270,7 +270,9 @@ def refused(mesh: Any) -> None:
         block.set_separate_reduce_scatter_group()
     with fails(ValueError, "set_symm_mem_for_comm is not supported: ", "allocate(size, *, dtype"):
         block.set_symm_mem_for_comm()
-    with fails(ValueError, "set_allocate_memory_from_process_group_for_comm is not supported: "):
+    with fails(
+        ValueError, "set_allocate_memory_from_process_group_for_comm is not supported: ", "allocate(size, *, dtype"
+    ):
         block.set_allocate_memory_from_process_group_for_comm(True)
     for wrong in (True, 1.5):
         with fails(TypeError, "set_reduce_scatter_max_input_buffers takes a number"):

@@ -147,7 +147,9 @@ def test_collectives(pool: Any, source: tuple, target: tuple, forward: dict, bac
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def refusals(mesh: Any) -> None:
     x = get_adapter().tensor(np.ones((4, 4), np.float32))
-    with pytest.raises(ValueError, match=r": StridedShard.* on mesh dimension 0 \('dp'\).*use Shard\(0\)"):
+    with pytest.raises(
+        ValueError, match=r": StridedShard.* on mesh dimension 0 \('dp'\).*split_factor.*use Shard\(0\)"
+    ):
         distribute_tensor(x, mesh, [StridedShard(0, 2), R])
     with pytest.raises(ValueError, match="whose sizes multiply to split_factor"):
         distribute_tensor(x, mesh, [S0, S0]).redistribute(placements=[StridedShard(0, 3), S0])

@@ -32,7 +32,7 @@ class _Lines(logging.Handler):
 
 
 def listening(call: Callable[[], Any]) -> list[str]:
-    """Yield the log messages of a block."""
+    """Return the log messages of a call."""
     handler, before = _Lines(), LOG.level
     LOG.addHandler(handler)
     LOG.setLevel(logging.DEBUG)

@@ -183,15 +183,15 @@ def wait_for_ends(listener: socket.socket, count: int, seconds: float) -> None:
             connection.recv(1)
 
 
-def _count(store: Any, place: str, size: int, seconds: float, amount: int = 1) -> int | None:
+def _count(store: Any, place: str, size: int, seconds: float) -> int | None:
     """Count this rank, wait until ``size`` ranks are counted, and return how many came in time.
 
     The result is None if the store is gone. Rank 0, which serves it, ends after it has seen all ranks, or when it is
-    lost. With ``amount=0`` this rank is not counted.
+    lost.
     """
     deadline = time.monotonic() + seconds
     try:
-        came = int(store.add(place, amount))
+        came = int(store.add(place, 1))
         while came < size and time.monotonic() < deadline:
             time.sleep(0.01)
             came = int(store.add(place, 0))
