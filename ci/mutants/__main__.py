@@ -190,7 +190,7 @@ def main() -> int:
     mutations = sample(root, arguments.count, arguments.seed)
     results = report.Results(root / BUILD / "results.jsonl")
     backends = () if arguments.report else arguments.backend or ("torch-cpu", "mindspore")
-    reach_of = cache(lambda backend: up_to_date(root, backend, arguments.old_map))
+    reach_of = cache(lambda backend: up_to_date(root, backend, arguments.old_map, not arguments.gate_only))
     for night, backend in product((False,) if arguments.gate_only else (False, True), backends):
         reach = reach_of(backend)
         wanted = (m for m in mutations if TRIES[backend](m.path) and arguments.only in m.path)

@@ -1,8 +1,8 @@
 """A map from lines to the tests that reach them: made from a whole run of a backend's tests, kept outside git.
 
-`record` runs tests under coverage with `ci.mutants.recording`, the nightly ones too: all of a backend once, and later
-those files of tests that changed. A recording keeps the sources it was made with: a line is looked up where it stood
-then, so that it stays of use while other lines change.
+`record` runs tests under coverage with `ci.mutants.recording`, all of a backend once, and later those files of tests
+that changed. Nightly tests run too, unless only the gate is asked. A recording keeps the sources it was made with: a
+line is looked up where it stood then, so that it stays of use while other lines change.
 """
 
 from __future__ import annotations
@@ -163,23 +163,27 @@ def environment(root: Path, backend: str, night: bool) -> dict[str, str]:
     return {**os.environ, "HYPER_PARALLEL_PLATFORM": backend, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", **extent}
 
 
-def up_to_date(root: Path, backend: str, old_sources: bool = False) -> Reach:
-    """The recording after running the tests that it lacks. These are all tests when a source changed (unless
-    ``old_sources``), else the files of tests that changed or are new."""
+def up_to_date(root: Path, backend: str, old_sources: bool = False, night: bool = True) -> Reach:
+    """Return the recording after running the tests that it lacks.
+
+    These are all tests when a source changed (unless ``old_sources``), else the files of tests that changed or are
+    new. With ``night=False`` a recording of the tests of the gate alone is enough, which takes a fraction of the time.
+    """
     folder = root / BUILD / backend
-    found = [_read(folder / f"{name}.json") for name in ("all", "changed")]
+    whole, later = ("all", "changed") if night or (folder / "all.json").exists() else ("gate", "gate-changed")
+    found = [_read(folder / f"{name}.json") for name in (whole, later)]
     recordings = [recording for recording in found if recording is not None]
     if not recordings or (not old_sources and any(_is_stale(root, recording) for recording in recordings)):
-        (folder / "changed.json").unlink(missing_ok=True)
+        (folder / f"{later}.json").unlink(missing_ok=True)
         print(f"{backend}: running all tests, to know which lines each reaches", flush=True)
         folders = [folder for folder in FOLDERS[backend] if (root / folder).is_dir()]
-        return Reach([record(root, backend, "all", folders)])
+        return Reach([record(root, backend, whole, folders, night=whole == "all")])
     now = files_of(root, backend)
     known = {file: digest for recording in recordings for file, digest in recording.files.items()}
     if any(known.get(file) != digest for file, digest in now.items()):
         changed = [file for file, digest in now.items() if recordings[0].files.get(file) != digest]
         print(f"{backend}: running {', '.join(changed)}, to know which lines they reach", flush=True)
-        recordings[1:] = [record(root, backend, "changed", changed)]
+        recordings[1:] = [record(root, backend, later, changed, night=whole == "all")]
     return Reach(recordings)
 
 
@@ -190,7 +194,9 @@ def _is_stale(root: Path, recording: Recording) -> bool:
     )
 
 
-def record(root: Path, backend: str, name: str, tests: Iterable[str], python: str = sys.executable) -> Recording:
+def record(
+    root: Path, backend: str, name: str, tests: Iterable[str], python: str = sys.executable, night: bool = True
+) -> Recording:
     """Run tests of a backend, keep which lines each reaches under ``name``, and return it."""
     run = root / BUILD / backend / name
     shutil.rmtree(run, ignore_errors=True)
@@ -198,7 +204,7 @@ def record(root: Path, backend: str, name: str, tests: Iterable[str], python: st
     command = [python, "-m", "coverage", "run", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     command += ["-p", "ci.mutants.recording", f"--record={run}", *tests]
     # The tracer of newer Pythons sees each line once only, for the first test that comes there.
-    variables = environment(root, backend, night=True)
+    variables = environment(root, backend, night)
     variables |= {"COVERAGE_FILE": str(run / "coverage"), "COVERAGE_CORE": "ctrace"}
     with (run / "log.txt").open("w") as log:
         subprocess.run(command, cwd=root, env=variables, check=False, stdout=log, stderr=log)
