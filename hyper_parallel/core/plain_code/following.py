@@ -21,7 +21,19 @@ from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_row
 from hyper_parallel.core.plain_code.findings import Finding, Problem
 from hyper_parallel.core.plain_code.inputs import Inputs
 from hyper_parallel.core.plain_code.judge import Call, Operand, Verdict, judge
-from hyper_parallel.core.plain_code.marks import WHOLE, Held, Joined, Lost, Mark, Ways, held, is_even, mark_of, ways_of
+from hyper_parallel.core.plain_code.marks import (
+    WHOLE,
+    Held,
+    Joined,
+    Lost,
+    Mark,
+    Ways,
+    held,
+    is_even,
+    mark_of,
+    ways_of,
+    write_marks,
+)
 from hyper_parallel.core.plain_code.report import Report
 from hyper_parallel.core.plain_code.sizes import Roots, number_problems, sizes_of_part
 from hyper_parallel.core.plain_code.views import marks_of_base
@@ -135,7 +147,7 @@ class Following(Report):
             if lost is not None and not verdict.problems and not any(isinstance(h.ways, Lost) for h in marks):
                 self.unknown[lost.why] = self.unknown.get(lost.why, 0) + 1
         stated = op.name in _SAME and any(h.stated for h in marks)
-        self._mark(results, ways, source, findings, stated)
+        write_marks(platform, results, Held(WHOLE, source, stated, findings), ways)
         if op.in_place:
             self._mark_base(operands[0], source, findings)
         return result
@@ -188,20 +200,6 @@ class Following(Report):
                     return mark.layout.mesh
         return None
 
-    def _mark(
-        self,
-        tensors: Sequence[Any],
-        ways: Sequence[Ways],
-        source: str,
-        findings: tuple[Finding, ...],
-        stated: bool = False,
-    ) -> None:
-        for x, found in zip(tensors, ways, strict=False):
-            if found != WHOLE or findings:
-                self._platform.write_mark(x, Held(found, source, stated, findings))
-            elif held(x) is not None:
-                self._platform.write_mark(x, None)
-
     def _mark_base(self, view: Any, source: str, findings: tuple[Finding, ...]) -> None:
         """Record the placement of the base tensor of a view that was written to."""
         platform = self._platform
@@ -212,7 +210,7 @@ class Following(Report):
         if isinstance(ways, tuple) and ways != WHOLE:
             of_base = tuple(base.shape), platform.strides(base)
             found = marks_of_base(ways, tuple(view.shape), platform.strides(view), *of_base)
-        self._mark((base,), (found,), source, findings)
+        write_marks(platform, (base,), Held(WHOLE, source, findings=findings), (found,))
 
     def _lose(self, result: Any, args: tuple, kwargs: dict, title: str) -> None:
         """Record that the placements of an unknown operation's results are unknown."""
@@ -228,7 +226,7 @@ class Following(Report):
             lost = Lost(title)
             self.unknown[title] = self.unknown.get(title, 0) + 1
         findings = tuple(dict.fromkeys(f for h in marks for f in h.findings))
-        self._mark(results, (lost,) * len(results), "", findings)
+        write_marks(self._platform, results, Held(WHOLE, findings=findings), (lost,) * len(results))
 
     def _communicated(self, args: tuple, kwargs: dict, title: str) -> None:
         """Withdraw the findings about the arguments of a collective, because the program itself combines the shards."""

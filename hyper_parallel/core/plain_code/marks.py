@@ -6,7 +6,8 @@ possible marks. Later operations drop the marks for which they would be wrong.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
 
 from hyper_parallel.core.communication.recorder import dim_name
@@ -14,6 +15,7 @@ from hyper_parallel.core.layouts.layout import Layout, replicated_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.plain_code.findings import Finding
+from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.observation import MARKS
 
 
@@ -129,6 +131,21 @@ def mark_of(layout: Layout, summed: tuple[int, ...] = (), merged: int = 0) -> Ma
     ):
         return None
     return Mark(layout, summed, merged)
+
+
+def write_marks(platform: Platform, tensors: Sequence[Any], record: Held, ways: Sequence[Ways]) -> None:
+    """Mark each of ``tensors`` with ``record``, but with its own of ``ways``.
+
+    Replicated tensors without findings get no mark. Numbers without a cotangent, such as indices of scores, get no
+    partial cotangent.
+    """
+    for x, found in zip(tensors, ways, strict=False):
+        if isinstance(found, tuple) and not (platform.is_floating_point(x) or "complex" in str(x.dtype).lower()):
+            found = tuple(dict.fromkeys(m and mark_of(m.layout, merged=m.merged) for m in found))
+        if found != WHOLE or record.findings:
+            platform.write_mark(x, replace(record, ways=found))
+        elif held(x) is not None:
+            platform.write_mark(x, None)
 
 
 def describe(mark: Mark | None, shape: tuple[int, ...]) -> str:

@@ -153,6 +153,14 @@ def gated(module: Any, x: Any, a: Any) -> Any:
     return module.down(module.up(x) * gate)  # found
 
 
+def chosen(module: Any, x: Any, a: Any) -> Any:
+    """The tokens with the highest scores of a gate. Scores have partial gradients, and indices have none."""
+    rows, scores = a.reshape(x, (-1, 8)), a.reshape(a.sigmoid(a.sum(module.gate(x), -1, True)), (-1,))
+    places = a.topk(scores, 4)[1]
+    y = module.norm(rows)[places]
+    return module.down(module.up(y) * a.reshape(scores[places], (-1, 1)))
+
+
 def attention(module: Any, x: Any, a: Any) -> Any:
     """Attention with heads that are separated by a view, transposed and merged again."""
     q, k, v = (a.transpose(a.reshape(p(x), heads(x, 6)), 1, 2) for p in (module.wq, module.wk, module.wv))
@@ -303,6 +311,11 @@ RIGHT = {
         modules=QKV | {name: linear(8, 12) for name in ("wk", "wv")},
     ),
     "gate": Case(gated, plan=MLP | {"gate": NoParallel(local_output_grad_placements=Partial())}, modules=GATED),
+    "tokens by scores": Case(
+        chosen,
+        plan=MLP | {"gate": NoParallel(local_output_grad_placements=Partial())},
+        modules=GATED | {"norm": lambda a: a.norm_module(8)},
+    ),
     "gathered": Case(
         lambda m, x, a: m.down(a.softmax(m.up(x), -1)),
         plan={"up": C(output_layouts=Replicate()), "down": W(input_layouts=Replicate())},
