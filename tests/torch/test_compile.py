@@ -556,8 +556,8 @@ def left(mesh: Any, name: str) -> str:
 
 #: One for each way out, and for each thing that says so.
 IN_GATE = (
-    *("an operation on a DTensor", "parts that are not even", "parameters by name", "fewer heads than ranks"),
-    *("a layer of another kind", "a hook that adds up", "a hook of several matrices"),
+    *("an operation on a DTensor", "parts that are not even", "fewer heads than ranks"),
+    *("a layer of another kind", "a hook of several matrices"),
 )
 
 

@@ -160,6 +160,7 @@ def compiled(mesh: Any) -> None:
         compare(mesh, f"compiled, style {styled}, units {shards}", styled=styled, compiled=True, shards=shards)
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks(pool: Any) -> None:
     pool.run(2, compiled)
