@@ -95,7 +95,9 @@ def read_by_all(what: str, layout: Layout, read: Callable[[], Any]) -> Any:
 
 
 class _Watcher:
-    """A thread that looks at the running reads. It ends when there are none, at most a pause after the last one.
+    """A thread that looks at the running reads in intervals.
+
+    It ends at the first look that finds none.
 
     Attributes:
         running: the running reads.

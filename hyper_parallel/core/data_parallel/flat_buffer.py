@@ -147,8 +147,10 @@ class FlatBuffer:
             return platform.join(pieces)
 
     def take(self, keep: bool) -> Any:
-        """Wait for the pending all-gather, and return the storage of unsharded parameters. With ``keep`` that is
-        `whole`."""
+        """Wait for the pending all-gather, and return the storage of unsharded parameters.
+
+        With ``keep`` that storage is `whole`.
+        """
         work, gathered, own, rows = self._pending
         self._pending = None
         if own is None:
@@ -203,7 +205,7 @@ class FlatBuffer:
                 rows.free()
 
     def is_current(self, values: Any, parameters: Sequence[Any]) -> bool:
-        """Return whether ``values``, a result of `take`, still matches this rank's shards, so is not stale."""
+        """Return whether ``values``, a result of `take`, still has the values of this rank's shards."""
         platform = self.platform
         with platform.no_grad():
             wholes = self._cut(platform.detach(values))
@@ -226,7 +228,10 @@ class FlatBuffer:
         return self._cut(self.platform.detach(values))
 
     def lasting_views(self, values: Any) -> list[Any]:
-        """Return views as `views` does, but always the same views of `whole`, for callers that take over their data."""
+        """Return views as `views` does, but always the same views of `whole`.
+
+        They are for callers that take over the data of views.
+        """
         return self._views if values is self.whole else self._cut(self.platform.detach(values))
 
     def _cut(self, values: Any) -> list[Any]:

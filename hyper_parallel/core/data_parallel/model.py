@@ -153,7 +153,10 @@ class Model:
                 agreement.comes(event)
 
     def entered(self, unit: UnitParameters) -> None:
-        """Prefetch the next unit while the forward of ``unit``, which has its parameters, computes."""
+        """Prefetch the next unit while the forward of ``unit`` computes.
+
+        The parameters of ``unit`` are gathered already.
+        """
         at, order = len(self._began), self._order
         self._began.append(unit)
         if unit.settings.forward_prefetch:

@@ -203,7 +203,9 @@ class ReplicatedUnit:
         return anchors, views, tensors
 
     def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
-        """Return a parameter as modules read it. If tensor-parallel, it computes with this rank's part of the batch.
+        """Return a parameter as modules read it.
+
+        A tensor-parallel one is a DTensor that computes with this rank's samples.
 
         Args:
             known: the parameters.
@@ -275,9 +277,10 @@ class _Call(RecordedCall):
             self._shared.open = self
 
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
-        """Add the cotangents of one bucket to its gradients: a partial cotangent for each parameter.
+        """Add the cotangents of one bucket to its gradients.
 
-        For a distributed batch, a full cotangent for each follows, equal on all ranks. Only the first rank adds those.
+        There is a partial cotangent for each parameter. For a distributed batch, a full cotangent for each parameter
+        follows, which is equal on all ranks. Only the first rank adds the full ones.
 
         Raises:
             RuntimeError: if gradients of gradients are recorded.

@@ -209,7 +209,8 @@ class PartsInContext(_Parts):
     def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
         """Return the known positions of each rank, after a check of the lengths.
 
-        All ranks compare at the first call with each index and length of the sequence. Later calls check locally.
+        Each call has an index in its context. All ranks compare lengths when a pair of index and sequence length is
+        new. Other calls check locally.
         """
         platform, compared = self.platform, _COMPARED[self.mesh]
         length = sum(self.sizes)

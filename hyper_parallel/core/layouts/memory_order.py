@@ -74,8 +74,8 @@ def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any],
     """Return a function that restores the memory order of a redistributed tensor; None if no tensor needs it.
 
     ``order(x, y)`` takes the local tensor ``x`` of layout ``have``, and the redistributed ``y`` of layout ``read``. It
-    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. With
-    ``spaced``, for views, gaps and expanded dimensions are reproduced.
+    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. Operations
+    that return views need ``spaced``: gaps and expanded dimensions of ``x`` are reproduced too.
     """
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
     if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):

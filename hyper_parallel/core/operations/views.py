@@ -50,7 +50,7 @@ class Family:
         x._family = self
 
     def add_child(self, child: Family) -> None:
-        """Add a family of views that had to move data of this family."""
+        """Add the family of a view of this memory that is a copy, because data had to move."""
         self.children = (*(other for other in self.children if other() is not None), ref(child))
 
 

@@ -370,7 +370,7 @@ def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
 
 
 def _resized(ways: Ways, shape: tuple[int, ...]) -> Ways:
-    """Return the recorded form of replicated tensors for a tensor of another shape."""
+    """Return the possible placements ``ways`` of a replicated tensor for a replicated tensor of another ``shape``."""
     if not isinstance(ways, tuple):
         return ways
     return tuple(None if m is None else Mark(replicated_layout(m.layout.mesh, shape), m.summed) for m in ways)

@@ -53,7 +53,10 @@ class KeyGather:
 
 
 def _taken(held: list[Any], steps: list[Any]) -> Any:
-    """Return the tensor in the list after all steps. The input of each step is freed before the next one."""
+    """Apply all steps to the only tensor in the list, and return the result.
+
+    The input of each step is freed before the next step.
+    """
     for step in steps:
         held.append(step(held.pop()))
     return held.pop()

@@ -253,7 +253,10 @@ class _Divided(_Base):
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
-        """Hide models and optimizers from accelerate, which would save one rank's only."""
+        """Hide models and optimizers from accelerate inside this context.
+
+        Accelerate would save the shards of one rank only.
+        """
         hidden = self._hidden = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         try:

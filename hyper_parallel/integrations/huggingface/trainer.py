@@ -114,7 +114,10 @@ class _Divided(_Base):
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, each sample once. ``Seq2SeqTrainer`` would count the samples twice that fill the last batches."""
+        """Evaluate each sample once.
+
+        The last batches are filled up with earlier samples, which ``Seq2SeqTrainer`` would count twice.
+        """
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 

@@ -79,8 +79,9 @@ class PassServices(Protocol):
     """Services for a backend about the gradients of distributed tensors; a part of `Core`."""
 
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient of a tensor of ``layout`` to the one that users read as a DTensor. A second
-        backward counts values computed from it once. Interception is off."""
+        """Convert the plain local gradient of a tensor of ``layout`` to the local tensor of the gradient that users
+        get. In gradients of gradients, a value computed from the result counts once. Interception is off.
+        """
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""

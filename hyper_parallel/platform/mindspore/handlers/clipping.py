@@ -131,10 +131,7 @@ def _distributed(tensor: Any, layout: Any) -> Any:
 
 
 def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
-    """Return the clipped gradient in the form of ``given``: plain or distributed, in its layout.
-
-    If it is distributed, its layout is ``joined``.
-    """
+    """Return the clipped gradient in the form and the layout of ``given``, which is plain or distributed."""
     if not isinstance(clipped, InterceptedTensor):
         return clipped
     if isinstance(given, InterceptedTensor):

@@ -72,7 +72,7 @@ _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """Return the signature and shapes of a call that no rule supports: every operand has one dimension too many."""
+    """Return a signature and shapes that no rule supports, because every operand has one dimension too many in it."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 

@@ -159,7 +159,10 @@ def listen_for_ends(store: Any, address: str, size: int) -> socket.socket | None
 
 
 def connect_until_the_end(store: Any, address: str) -> None:
-    """Connect this rank to the socket of `listen_for_ends`, until the process ends. All ranks have met."""
+    """Connect this rank to the socket of `listen_for_ends`, until the process ends.
+
+    Call it after all ranks have met.
+    """
     with suppress(OSError, RuntimeError):  # then rank 0 waits in vain
         if port := int(store.add(_END, 0)):
             _connections.append(socket.create_connection((address, port), _CONNECTING))

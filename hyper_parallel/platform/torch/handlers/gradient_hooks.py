@@ -63,7 +63,7 @@ def register_post_accumulate_grad_hook(x: Any, hook: Callable) -> Any:
 
 
 def keep_hooks(parameter: Any) -> None:
-    """Let hooks that were registered before a parameter was distributed get DTensors.
+    """Let hooks get DTensors if they were registered before the parameter was distributed.
 
     Args:
         parameter: a DTensor. Its layout may have changed since hooks were registered.

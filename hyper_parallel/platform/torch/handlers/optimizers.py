@@ -332,7 +332,7 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
 
 
 def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
-    """Return the name under which each parameter's state has its entry of ``column``, or None."""
+    """Return the name of the state that ``column`` lists for all parameters; None if it lists no such state."""
     for name in states[0]:
         if column[0] is not None and all(s.get(name) is x for s, x in zip(states, column, strict=True)):
             return name

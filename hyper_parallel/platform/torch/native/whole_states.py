@@ -71,7 +71,8 @@ def distribute_into(
 def broadcast_into(
     original: Callable, full_state_dict: Any, local_state_dict: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Replace the counterpart of that function for ``broadcast_from_rank0=True``.
+    """Replace torch's function that does the same for ``broadcast_from_rank0=True``: only the first rank passes full
+    tensors.
 
     Raises:
         ValueError: on all ranks, if the first rank passes DTensors, or a tensor has another shape.

@@ -141,7 +141,7 @@ class Program:
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """Limits of training programs for a framework.
+    """Features that training programs may use with one framework.
 
     Attributes:
         dtypes: dtypes of models.
