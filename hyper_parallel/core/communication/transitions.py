@@ -338,8 +338,11 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """Return the key under which a tensor caches the view that linear layers read in place of `partial_grad_view`. It
-    is an equal view, or a 2-D one with the leading dimensions flattened."""
+    """Return the key of the view that a tensor caches for linear layers.
+
+    They read this view in place of `partial_grad_view`. It is an equal view, or a 2-D one with the leading dimensions
+    flattened.
+    """
     return mesh, mesh_dims, "linear"
 
 

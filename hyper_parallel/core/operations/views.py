@@ -50,7 +50,7 @@ class Family:
         x._family = self
 
     def add_child(self, child: Family) -> None:
-        """Add the family of a view of this memory that is a copy, because data had to move."""
+        """Add the family of a view that is a copy of data of this family, because data had to move."""
         self.children = (*(other for other in self.children if other() is not None), ref(child))
 
 
@@ -134,7 +134,7 @@ def _all_of(family: Any) -> tuple[ref[Family], ...]:
 
 
 def follow(x: Any, results: Any, backs: Any, what: str) -> None:
-    """Register ``results`` as views of ``x`` on a single device that are copies here.
+    """Register ``results``, which are copies here, and would be views of ``x`` on a single device.
 
     Args:
         x: the base.

@@ -95,7 +95,7 @@ def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
 
 
 def attach(accelerator: Any, division: Division) -> None:
-    """Give an accelerator that `check_accelerator` has passed the methods of `_Divided`."""
+    """Give an accelerator the methods of `_Divided`. `check_accelerator` must have accepted it before."""
     accelerator._division = division
     # The division takes the place of accelerate's own, whose code asks for this.
     accelerator.state.parallelism_config = accelerator.state.device_mesh = None

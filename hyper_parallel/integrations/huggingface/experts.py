@@ -195,8 +195,9 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 
 
 class IdentityExpertsParallel(ModuleStyle):
-    """Style of experts that return their input, inside of experts whose outputs the ranks add. Each rank returns its
-    share.
+    """Style of experts that return their input, in a module where the ranks sum the outputs of experts.
+
+    Each rank returns its share of the input.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """

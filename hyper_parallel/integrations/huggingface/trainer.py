@@ -109,7 +109,7 @@ class _Divided(_Base):
         return self._train_batch_size * args.gradient_accumulation_steps * self._division.count
 
     def floating_point_ops(self: Any, inputs: Any) -> float:
-        """Return the operations of this rank for a batch, which ranks that share a model divide."""
+        """Return the number of this rank's operations for a batch. Ranks that share a model divide the operations."""
         operations: float = super().floating_point_ops(inputs)
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
 

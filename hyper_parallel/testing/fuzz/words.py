@@ -137,8 +137,10 @@ def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """Return a function that chooses a dimension whose largest element rounding cannot change; smallest with ``sign``
-    -1."""
+    """Return a function that chooses a dimension along which rounding cannot change the largest element.
+
+    With ``sign`` -1, it looks at the smallest element.
+    """
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)

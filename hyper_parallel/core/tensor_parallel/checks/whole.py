@@ -24,7 +24,7 @@ _POSITIONS = "each position needs all others, and one function reads all weights
 
 
 def check_whole(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError for a style that shards a module which needs all of its weights or positions on each rank.
+    """Raise ValueError if a style shards a module that needs all of its weights or positions on each rank.
 
     Raises:
         ValueError: for such a style. The message names the module, the reason and the style that computes it in full.

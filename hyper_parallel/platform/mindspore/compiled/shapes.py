@@ -41,7 +41,7 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
             return True
         if not output_dims and device_target() == "CPU" and dtype not in _REDUCED:
             raise TypeError(
-                f"{label!r} in a graph: graphs on CPUs reduce single and half precision alone, got an input of dtype "
+                f"{label!r} in a graph: graphs on CPUs reduce only single and half precision, got an input of dtype "
                 f"{dtype}. Call the module without jit"
             )
         if given is not None and not -ndim <= given < ndim:

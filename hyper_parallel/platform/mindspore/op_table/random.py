@@ -81,7 +81,7 @@ def refuse_draw(name: str, x: Any) -> None:
 
 
 def drawn_by_first_rank(result: Any) -> Any:
-    """Replace replicated results that each rank has drawn itself by those of the first rank of the mesh."""
+    """Replace replicated results, which each rank has drawn on its own, by the results of the mesh's first rank."""
     if isinstance(result, (tuple, list)):
         return type(result)([drawn_by_first_rank(y) for y in result])
     if not isinstance(result, Tensor) or getattr(result, "_layout", None) is None:

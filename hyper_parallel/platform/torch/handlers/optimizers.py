@@ -347,7 +347,7 @@ def _count(state: Any) -> int:
 
 
 def _tag_state(state: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Distribute state that has the shape of its parameter like the parameter. Interception is off."""
+    """Distribute each state in the same way as its parameter, if both have one shape. Interception is off."""
     for p in parameters:
         own = state.get(p)
         if isinstance(own, dict):
