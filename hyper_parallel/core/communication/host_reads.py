@@ -65,7 +65,9 @@ class _Read:
 
 
 def read_by_all(what: str, layout: Layout, read: Callable[[], Any]) -> Any:
-    """Return ``read()``, the values of a tensor of ``layout``, which all ranks of its mesh must call.
+    """Return ``read()``, the values of a tensor of ``layout``.
+
+    All ranks of the layout's mesh must call this.
 
     Args:
         what: the call, for messages.

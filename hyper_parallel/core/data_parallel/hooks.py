@@ -56,8 +56,8 @@ class Inputs:
     """The inputs of the calls of one unit. Backward reaches them after it has passed the modules.
 
     Some platforms do not report when backward begins. On these, each call is checked when backward reaches its inputs.
-    The reason are frozen parameters: backward reads them, but they have no cotangents that could start a check. On
-    other platforms, the cotangent of the input shows that frozen parameters are not read any more.
+    The reason is frozen parameters: backward reads them, but they have no cotangents that could start a check. On other
+    platforms, the cotangent of the input shows that frozen parameters are not read any more.
 
     Args:
         platform: platform of the tensors.

@@ -67,9 +67,7 @@ class Block:
         return [(shape, math.prod(shape)) for shape in shapes]
 
     def whole_from(self, columns: Any, shard: Any) -> list[Any]:
-        """Return the full tensor with its padding, as a list of tensors to concatenate.
-
-        They have `room` elements.
+        """Return the full tensor and its padding, `room` elements in all, as a list of tensors to concatenate.
 
         Args:
             columns: the block's columns of the gathered rows, ``(ranks, sent)``; None where nothing is sent.

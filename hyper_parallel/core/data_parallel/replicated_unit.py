@@ -203,9 +203,7 @@ class ReplicatedUnit:
         return anchors, views, tensors
 
     def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
-        """Return a parameter as modules read it.
-
-        A tensor-parallel one is a DTensor that computes with this rank's samples.
+        """Return a parameter as modules read it. A tensor-parallel one is a DTensor, for this rank's samples.
 
         Args:
             known: the parameters.
@@ -279,8 +277,7 @@ class _Call(RecordedCall):
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
         """Add the cotangents of one bucket to its gradients.
 
-        There is a partial cotangent for each parameter. For a distributed batch, a full cotangent for each parameter
-        follows, which is equal on all ranks. Only the first rank adds the full ones.
+        Each parameter has a partial cotangent and, for a distributed batch, a full one. Only the first rank adds those.
 
         Raises:
             RuntimeError: if gradients of gradients are recorded.

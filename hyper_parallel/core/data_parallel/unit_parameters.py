@@ -1,8 +1,7 @@
 """The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
 While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
-Backward frees them when all their cotangents have arrived. If some parameters are frozen, it also waits for the
-cotangent of the input, where the unit knows its input.
+Backward frees them when all their cotangents have arrived, and with frozen parameters also that of a known input.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def _compare(batch: Mapping[str, Any], mesh: DeviceMesh, platform: Any) -> None:
 
 
 def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int = -100, averaged: bool = True) -> Any:
-    """Return the mean loss over the tokens of all ranks that are not ignored, as a single device computes it.
+    """Return the mean loss over all tokens of all ranks, without ignored tokens, as a single device computes it.
 
     Forward does one all-reduce of two numbers along each dimension of the mesh, and backward does not communicate.
 

@@ -86,9 +86,8 @@ class DTensor:
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> Any:
-        """Return a DTensor of each rank's local tensor. It is differentiable.
-
-        Without ``run_check``, and with ``shape`` unset, neither forward nor backward communicates.
+        """Return a DTensor of each rank's local tensor. It is differentiable. If neither ``run_check`` nor ``shape`` is
+        passed, forward and backward do not communicate.
 
         Args:
             local_tensor: plain tensor, this rank's shard. It is copied to the mesh's device if necessary.
@@ -274,10 +273,8 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's shard as a plain tensor that shares its memory, without gradients.
-
-        torch's DTensors have an attribute of this name. `to_local` is differentiable.
-        """
+        """This rank's shard as a plain tensor that shares its memory, without gradients, as torch's attribute of this
+        name. `to_local` is differentiable."""
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)

@@ -40,8 +40,10 @@ def strides_of(x: Any, layout: Layout) -> Strides | Any:
 
 
 def whole_strides(layout: Layout, local: Strides) -> Strides:
-    """Return the single-device strides of a tensor of ``layout`` from the strides ``local`` of this rank's shard. They
-    must be meaningful (see `Layout.tells_strides`)."""
+    """Return the single-device strides of a tensor of ``layout`` from the strides ``local`` of this rank's shard.
+
+    ``local`` must be meaningful (see `Layout.tells_strides`).
+    """
     sharded = [
         (local[dim], layout.shape[dim], layout.local_shape[dim])
         for dim in range(layout.ndim)

@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the size of a dimension, or the shape, like a tensor."""
+        """Return the size of a dimension, or the shape, as the method ``size`` of a tensor does."""
         return self.shape if dim is None else self.shape[dim]
 
 

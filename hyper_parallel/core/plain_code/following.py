@@ -363,8 +363,7 @@ class Following(Report):
     def styled(
         self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
     ) -> Callable[..., Any]:
-        """Return ``call``, a call of a styled module, wrapped so that operations inside are not judged. Messages use
-        ``name`` for the module.
+        """Return ``call`` of a styled module, wrapped so that nothing inside is judged. ``name`` is for messages.
 
         With ``own_samples`` each rank has different samples inside, as in data parallelism, and tensors get no marks.
         """

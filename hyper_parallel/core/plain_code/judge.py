@@ -370,7 +370,7 @@ def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
 
 
 def _resized(ways: Ways, shape: tuple[int, ...]) -> Ways:
-    """Return the possible placements ``ways`` of a replicated tensor for a replicated tensor of another ``shape``."""
+    """Return ``ways``, the marks of a replicated tensor, changed to the global ``shape``."""
     if not isinstance(ways, tuple):
         return ways
     return tuple(None if m is None else Mark(replicated_layout(m.layout.mesh, shape), m.summed) for m in ways)

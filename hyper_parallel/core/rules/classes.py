@@ -127,7 +127,7 @@ class ClassFunctions:
     # Separate autograd functions, because backends drop gradients of empty tensors, and these gradients may lead to
     # communication.
     def _resize_forward(self, ctx: Any, x: Any, dim: int, size: int, value: float) -> Any:
-        """Return a tensor of shape ``x`` with ``size`` classes, filled with ``value``.
+        """Return a tensor filled with ``value``, of the shape of ``x``, but with ``size`` classes.
 
         The gradient of ``x`` is zero.
         """

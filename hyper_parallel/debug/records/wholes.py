@@ -270,7 +270,7 @@ class Tensor:
 def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
     """Yield the gradients that the mean of separate losses would have.
 
-    The ranks along some mesh dimensions may have separate losses. ``sizes`` are the sizes of the candidates.
+    The ranks along some mesh dimensions may have separate losses. ``sizes`` are the sizes of these dimensions.
     """
     products = {prod(some) for count in range(1, len(sizes) + 1) for some in combinations(sizes, count)}
     for n in sorted(products - {1}):

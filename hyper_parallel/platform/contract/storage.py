@@ -27,10 +27,9 @@ class StorageRole(ABC):
         return x
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
-        """Add methods that write to ``x``, a new tensor, and return it.
+        """Give ``x``, a new tensor, the writing methods of a parameter, and return it.
 
-        Modules call these methods on parameters, and tensors lack them. ``in_buffer`` says that ``x`` is a view of a
-        buffer.
+        Modules call these methods, and tensors lack them. ``in_buffer`` says that ``x`` is a view of a buffer.
         """
         return x
 

@@ -283,10 +283,7 @@ def taken_out(mesh: Any) -> Any:
 
 
 def test_a_sample_that_is_taken_out(pool: Any) -> None:
-    """Check that the row-parallel module shards the gathered batch again.
-
-    Then only one data-parallel rank gets the sample.
-    """
+    """Check that the row-parallel module shards the gathered batch again: one data-parallel rank gets the sample."""
     for seen in pool.run(4, taken_out):
         assert seen["forward"] == {"all_gather": 2, "all_reduce": 1}
 

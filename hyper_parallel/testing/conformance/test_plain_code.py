@@ -203,7 +203,7 @@ def routed(module: Any, x: Any, a: Any) -> Any:
 
 
 def gathered_rows(module: Any, x: Any, a: Any) -> Any:
-    """The same tokens through a layer that gathers them rank by rank, which changes their order."""
+    """The tokens of a sequence shard through a layer that gathers them rank by rank, which changes their order."""
     y = module.norm(module.down(a.relu(module.up(x))))
     rows = a.reshape(y, (-1, 8))
     return x + a.reshape(a.call(module.router, rows), tuple(x.shape))  # found

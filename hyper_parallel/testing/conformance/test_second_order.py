@@ -27,8 +27,10 @@ BROUGHT_TO = [None, R, S0]
 
 
 def parts_of(x: np.ndarray, layout: Any) -> tuple[np.ndarray, int]:
-    """Return this rank's local tensor of ``x``, with different partial values, and the number of ranks averaged
-    over."""
+    """Return this rank's local tensor of ``x``, and the number of ranks over which it is averaged.
+
+    Partial values differ between ranks.
+    """
     mesh, rng, count = layout.mesh, np.random.default_rng(3), 1
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):

@@ -173,7 +173,7 @@ def _model(run: Callable[[Any, Any, Any], Any], layers: dict[str, tuple[int, int
 
 
 def program_of(seed: int) -> tuple[list[str], str]:
-    """Return the steps and the end of a seed. Two thirds of the seeds have only right steps and ends."""
+    """Return the steps and the end of the program of a seed. Two thirds of the seeds have only right steps and ends."""
     draw = random.Random(seed)
     names, ends = list(STEPS), list(ENDS)
     good = seed % 3 != 0

@@ -223,7 +223,7 @@ class ModuleStyle(ParallelStyle):
         return tuple(new), kwargs
 
     def _prepared(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        """Return the converted input. In the first call ranks compare a plain one that all of them have."""
+        """Return the converted input. In the first call, ranks compare a plain input that must be equal on all."""
         whole = self.input_layouts[i] is _WHOLE and not isinstance(x, DTensor)
         if whole and what not in vars(module).get(COMPARED, ()):
             compare_input(x, mesh, what, module)

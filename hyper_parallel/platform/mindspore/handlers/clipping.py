@@ -24,8 +24,10 @@ _ORDERS = (1, 2, float("inf"))
 
 
 def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) -> Any:
-    """Call ``plain``, named ``name`` in errors, with gradients as argument ``place``. Local gradients are treated as
-    shards."""
+    """Call ``plain`` with gradients as the argument at ``place``.
+
+    Local gradients are treated as shards. Errors name ``name``.
+    """
     given = args[place] if len(args) > place else kwargs.get("x")
     tensors = [given] if isinstance(given, Tensor) else given
     if not is_dispatching() or not isinstance(tensors, (tuple, list)):

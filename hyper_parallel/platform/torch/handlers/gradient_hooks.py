@@ -26,7 +26,7 @@ class _GradientHook:
         self._hook, self._layout = hook, layout
 
     def with_layout(self, layout: Any) -> _GradientHook:
-        """Return the hook for its parameter with another layout."""
+        """Return a hook of the same function, for a parameter with another layout."""
         return _GradientHook(self._hook, layout)
 
     def __call__(self, gradient: Any) -> Any:
