@@ -104,7 +104,9 @@ class NewWeights:
         self._open.clear()
 
     def compute_sums(self, rank: int, size: int) -> dict[str, int]:
-        """Return the checksums of the tensors that this rank has to compute, when all data is written.
+        """Return the checksums that this rank has to compute, by name of the tensor.
+
+        Call it when all data is written.
 
         Args:
             rank, size: index of this rank, and number of ranks.

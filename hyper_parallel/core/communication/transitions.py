@@ -340,8 +340,8 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
     """Return the key of the view that a tensor caches for linear layers.
 
-    They read this view in place of `partial_grad_view`. It is an equal view, or a 2-D one with the leading dimensions
-    flattened.
+    Linear layers read this view in place of that of `partial_grad_view`. Both views are equal, or this one is 2-D, with
+    the leading dimensions flattened.
     """
     return mesh, mesh_dims, "linear"
 

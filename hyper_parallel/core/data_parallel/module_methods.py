@@ -213,7 +213,7 @@ class FSDPModule:
         return None
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Do nothing: a parameter that some ranks have not used always counts as zeros there."""
+        """Do nothing: ranks that have not used a parameter always contribute zeros to its gradient."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of summed gradients, in place of the number of data-parallel ranks. It has no effect on a

@@ -249,8 +249,8 @@ class Earlier:
 class PartsOfModule(_Parts):
     """Attention calls of a module with the style `ContextParallel`, where only local shards are known.
 
-    After the first call has compared them, shards are assumed to have one length. Once ranks have had shards of several
-    lengths, each call compares (see `uneven_shards`). All ranks know that.
+    After the first call has compared them, shards are assumed to have one length. Once shards had several lengths,
+    which all ranks know, each call compares (see `uneven_shards`).
     """
 
     def __init__(self, mesh: DeviceMesh, where: str, balance: bool, method: str | None, earlier: Earlier) -> None:

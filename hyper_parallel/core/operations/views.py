@@ -50,7 +50,7 @@ class Family:
         x._family = self
 
     def add_child(self, child: Family) -> None:
-        """Add the family of a view that is a copy of data of this family, because data had to move."""
+        """Add the family of a view which has its own memory, because a redistribution moved data of this family."""
         self.children = (*(other for other in self.children if other() is not None), ref(child))
 
 

@@ -27,7 +27,8 @@ class Links:
     def same(self, key: Key, other: Links, there: Key) -> Key | None:
         """Return the key in ``other`` of the tensor that corresponds to ``key``.
 
-        That tensor has the same position in the call to which the key ``there`` belongs.
+        A tensor is an input or output of a call. The two tensors have the same position in their calls. ``there`` is a
+        key of some tensor of the other call.
         """
         of = key[5] if key[0] == "gradient" else key[0]
         here, call = self._calls.get((key[1], key[2], key[3])), other._calls.get((there[1], there[2], there[3]))

@@ -87,7 +87,10 @@ class PassServices(Protocol):
         """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
 
     def for_user(self, gradient: Tensor, layout: Layout) -> Any:
-        """Return a new DTensor for a user, with the plain local gradient that reached a tensor of ``layout``."""
+        """Return a gradient as a new DTensor, which users may see.
+
+        ``gradient`` is the local gradient of a tensor of ``layout``.
+        """
 
     def as_cotangent(self, gradient: Any, layout: Layout, what: str) -> Any:
         """Redistribute a user's gradient to the placements of gradients of a tensor of ``layout``. Raises TypeError if

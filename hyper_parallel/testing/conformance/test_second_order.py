@@ -92,7 +92,7 @@ def test_leaf(pool: Any, mesh: tuple[int, ...], shape: tuple[int, int]) -> None:
 def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
     """Check extreme values and products.
 
-    Each rank's gradient is separate, so the plain program has a leaf for each rank.
+    Each rank gets a gradient of its own value. So the plain program has one leaf for each rank's value.
     """
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:

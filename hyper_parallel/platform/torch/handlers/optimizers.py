@@ -243,7 +243,7 @@ class _LocalStep:
         self._make_plain(list(gradients))
 
     def _remember(self, key: tuple, result: Any, state: Any, lists: tuple[list[Any], ...]) -> None:
-        """Store the name of the state in each list, if each list has one state of all parameters.
+        """Store which state each list contains, if each list contains one state of all parameters.
 
         This avoids checks that take half of the Python time of a fused step: is a parameter complex, its gradient
         sparse, its state missing? Gradients of distributed parameters are never sparse.
