@@ -113,7 +113,7 @@ class ExpertParallel(ModuleStyle):
         for key, placement in (self.inside or {}).items():
             if not isinstance(placement, Shard) or not placement.dim:
                 raise ValueError(
-                    f"{name}(inside=...) shards each expert, (experts, ...), along a dimension other than the first, "
+                    f"{name}(inside=...) shards parameters (experts, ...) along a dimension other than the first, "
                     f"got {placement!r} for {key!r}"
                 )
         self.tp_dim, self.count_attribute = tp_dim, count_attribute

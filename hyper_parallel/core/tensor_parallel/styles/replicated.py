@@ -160,5 +160,5 @@ class NoParallel(ModuleStyle):
             features = linear_sizes(module, device_mesh.platform)[1]
             if read > features:
                 raise ValueError(
-                    f"{self!r} on {where!r}: the layer has {features} output features, correct partial_features={read}"
+                    f"{self!r} on {where!r}: the layer has {features} output features: correct partial_features={read}"
                 )

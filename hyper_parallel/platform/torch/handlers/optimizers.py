@@ -122,7 +122,10 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 
 
 class _LocalStep:
-    """Steps of one optimizer on local tensors. It lives between steps, so that unchanging facts are computed once."""
+    """Steps of one optimizer on local tensors.
+
+    The object is kept between steps, so that unchanging facts are computed once.
+    """
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class
