@@ -160,7 +160,7 @@ class Results:
             if placed_across(x, self._mesh) and not one_loss:
                 raise ValueError(
                     f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, but was "
-                    "called with plain tensors: return plain tensors, this rank's part of the batch, such as "
+                    "called with plain tensors: return plain tensors, this rank's shard of the batch, such as "
                     "x.to_local()"
                 )
             with platform.no_dispatch():

@@ -260,7 +260,7 @@ WRONG = {
     "nonlinear function of summands": Case(lambda m, x, a: a.relu(a.sum(m.up(x), -1)), "sum", ("sum over ranks",)),
     "product of summands": Case(lambda m, x, a: a.square(a.sum(m.up(x), -1)), "sum", ("linear",)),
     "first token": Case(forgotten, "whole", ("(2, 2, 8) of (2, 4, 8)",), BY_SEQUENCE, SEQUENCE),
-    "positions": Case(positions, "gradient", ("(2, 8)", "this rank's part"), BY_SEQUENCE, SEQUENCE),
+    "positions": Case(positions, "gradient", ("(2, 8)", "this rank's shard"), BY_SEQUENCE, SEQUENCE),
     "joined": Case(lambda m, x, a: m.down(a.cat((m.up(x), m.up(x)), -1)[..., :12]), "whole", ("dimension 2",)),
     "layer without a style": Case(
         lambda m, x, a: a.call(m.next, m.up(x)), "mixed", ("(8, 12)", "RowwiseParallel()"), {"up": C()}, NEXT
