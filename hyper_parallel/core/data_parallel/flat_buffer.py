@@ -28,7 +28,7 @@ class FlatBuffer:
     Attributes:
         reduce_dtype: the argument.
         collectives: the collectives that are called.
-        part: this rank's part of `whole` and the mesh whose last dimension shares it out. It is set while the
+        part: this rank's part of `whole`, and the mesh whose last dimension divides `whole`. It is set while the
             parameters are sharded over fewer ranks than those of ``mesh``.
         whole: the storage, as a 1-D tensor, without memory while the parameters are sharded. None before the first
             recorded forward. Forwards that are not recorded have separate storage.

@@ -139,7 +139,7 @@ def number_problems(
         title: native name of the operation.
         operands: its operands, with Python numbers.
         roots: see `Roots`. A number that equals one of them may be another number.
-        platform: of the tensors.
+        platform: platform of the tensors.
         result: a result of the operation. Integers may be local indices.
     """
     for x in operands:

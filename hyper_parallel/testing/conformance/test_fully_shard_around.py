@@ -23,7 +23,7 @@ class Model:
     """An `Mlp` whose layers each store an auxiliary loss of their weight as an attribute.
 
     Args:
-        aside: tensor of the sum of a layer's auxiliary loss, of its weight and its input.
+        aside: ``aside(x, weight)`` returns the tensor from which a layer's auxiliary loss is computed.
     """
 
     def __init__(self, mesh: Any, aside: Callable[[Any, Any], Any]) -> None:

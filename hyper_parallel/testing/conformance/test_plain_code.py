@@ -78,11 +78,11 @@ class Case:
     """A program and the expected finding.
 
     Attributes:
-        run: ``run(module, x, adapter)``. The line that is to be found ends in ``# found``; else it is the only one.
-        kind: of the finding, None for a right program.
-        words: of its text and remedy.
-        plan, modules: of the model.
-        shape: of its input.
+        run: ``run(module, x, adapter)``. The wrong line ends in ``# found``, unless it is the only line.
+        kind: kind of the finding; None for a right program.
+        words: words in the text and the remedy of the finding.
+        plan, modules: plan and modules of the model.
+        shape: shape of the input.
     """
 
     run: Callable[..., Any]

@@ -79,7 +79,7 @@ class ParallelStyle(ABC):
         """Parallelise ``module`` in place over a mesh and return it.
 
         Raises:
-            ValueError: for a mesh with several dimensions if the style needs a 1-D mesh, or a style `check` refuses.
+            ValueError: if the style needs a 1-D mesh and the mesh has several dimensions, or if `check` raises.
         """
         mesh = resolve_mesh(device_mesh, f"{type(self).__name__}.apply")
         bind_platform(mesh.platform)
