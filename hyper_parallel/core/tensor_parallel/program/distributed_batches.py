@@ -96,7 +96,7 @@ def convert_part(
     Args:
         x: DTensor on other mesh dimensions, and possibly on ``mesh`` too.
         mesh: mesh of the style.
-        convert: function from this rank's part, a plain tensor or a DTensor on ``mesh``, to a DTensor on ``mesh``.
+        convert: function from this rank's shard, a plain tensor or a DTensor on ``mesh``, to a DTensor on ``mesh``.
         localize: function from the result of ``convert`` to a plain tensor; None keeps the DTensor.
         what: name of the tensor in messages.
         error: the error to raise if ``x`` is not distributed outside of ``mesh``, or is partial there.

@@ -1,10 +1,10 @@
 """Steps of element-wise optimizers on the local tensors, as fast as on plain ones.
 
-Every optimizer is correct without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain tensors: a
-DTensor is a local tensor with another class. Changing the class of an object there and back is cheap. Torch takes
-longer to detect that a subclass is a tensor, for each argument of each kernel. Closures, and hooks on optimizers, see
-DTensors.
+Every optimizer is also correct without this module: each of its operations is then intercepted, which takes longer.
+Here ``step`` of the listed classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and
+state *are* plain tensors: a DTensor is a local tensor with another class. Changing the class of an object there and
+back is cheap. Torch takes longer to detect that a subclass is a tensor, for each argument of each kernel. Closures, and
+hooks on optimizers, see DTensors.
 """
 
 from __future__ import annotations
