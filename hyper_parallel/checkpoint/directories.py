@@ -221,7 +221,7 @@ class Draft:
 
 
 def remove_old(path: Path, run: str, keep: int) -> None:
-    """Remove the older checkpoints of a run, except the newest ``keep``, which include the just saved ``path``."""
+    """Remove old checkpoints of a run. Keep the newest ``keep`` ones, including the just saved ``path``."""
     directory = path.parent
     stamps = {place: _stamp(place) for place in directory.iterdir()}
     older = [place for place, index in checkpoints_in(directory) if index.run == run and place != path]

@@ -79,8 +79,10 @@ def address_of(data: memoryview) -> int:
 
 @functools.cache
 def _fallocate() -> Callable[..., int] | None:
-    """Return Linux's call, or None. `os.posix_fallocate` would write into every block on a file system without
-    support."""
+    """Return Linux's ``fallocate``, or None.
+
+    `os.posix_fallocate` is no replacement: some file systems lack support, and there it writes into every block.
+    """
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate64
     except (AttributeError, OSError, TypeError):
@@ -90,7 +92,9 @@ def _fallocate() -> Callable[..., int] | None:
 
 
 def reserve(file: int, size: int) -> None:
-    """Ask the system to allocate a file's blocks at once: in few pieces, and before they are written.
+    """Ask the system to allocate the blocks of a file before its bytes are written.
+
+    The file then consists of few pieces.
 
     Args:
         file: descriptor of a file that is open for writing.
@@ -307,8 +311,8 @@ def memory_for(start: int, nbytes: int) -> memoryview:
 def read_text(file: FileIO, size: int) -> bytes:
     """Return the next bytes of a file that should contain text.
 
-    If the first byte is zero, only that byte is returned. A file with a hole may be larger than the disk, and than
-    memory.
+    If the first byte is zero, only that byte is returned. So a file of holes, which may be larger than memory, is not
+    read.
 
     Args:
         file: open for reading.
@@ -356,8 +360,7 @@ _PATIENCE = 5.0
 
 @contextmanager
 def alone_in(directory: Path) -> Iterator[bool]:
-    """Hold a lock on a directory, which other threads and processes that call this wait for. Yield whether it was
-    obtained.
+    """Hold a lock on a directory, so that other callers of this function wait. Yield whether the lock was obtained.
 
     The lock gives no guarantee, because other machines may not see it. If another program keeps the lock, False is
     yielded after some seconds.

@@ -92,8 +92,9 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> AsyncSave:
-    """Save with `hyper_parallel.checkpoint.async_save`, and replace an existing checkpoint. It needs no process group
-    of CPUs.
+    """Save with `hyper_parallel.checkpoint.async_save`, and replace an existing checkpoint.
+
+    It needs no CPU process group.
 
     Args:
         state_dict: the state to save.

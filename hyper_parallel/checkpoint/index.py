@@ -1,4 +1,4 @@
-"""The index of a checkpoint: the file of each rectangle of each tensor, and all values that are no tensors."""
+"""The index of a checkpoint: the file of each rectangle of each tensor, and all values other than tensors."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Steps of each rank in a save. They are the same for `save` and `async_save`.
 
 `prepare`: all ranks flatten their state, compare the results, and decide which rank writes which rectangles. `write`:
-each rank writes its file and the first rank the index, next to the place of the checkpoint. When all data is on disk,
-the draft is renamed to the checkpoint's name.
+each rank writes its file next to the place of the checkpoint. The first rank also writes the index. When all data is on
+disk, the draft is renamed to the checkpoint's name.
 """
 
 from __future__ import annotations
@@ -322,7 +322,9 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
 
 
 def _time(directory: Path, run: str) -> int:
-    """Return the present time, but later than all checkpoints of the run in the directory, even if clocks are wrong."""
+    """Return the time of the save: now, or just after the newest checkpoint of the run. So checkpoints of a run stay in
+    order even if clocks are wrong.
+    """
     before = (index.time for _, index in directories.checkpoints_in(directory) if index.run == run)
     return min(max(time.time_ns(), max(before, default=0) + 1), LATEST)
 

@@ -189,7 +189,7 @@ class Files:
                 raise CheckpointError(f"{file.path}: entry {entry!r} is damaged: its checksum differs")
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill an array with a box of a part."""
+        """Read the elements of ``box``, a slice for each dimension of a stored part, into an array."""
         self._file(part.file).read(part.entry, box, target)
 
     def _file(self, name: str) -> TensorFile:
@@ -239,14 +239,18 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
 
 
 def _in_file(r: Rectangle, singleton: int, there: StoredTensor) -> Rectangle:
-    """Return a rectangle of a tensor as a rectangle of its source in the checkpoint. `Target.singleton` is removed or
-    inserted."""
+    """Return a rectangle of a tensor as a rectangle of its source in the checkpoint.
+
+    Only one of the two may have the dimension `Target.singleton`, of size 1. The dimension is removed or inserted then.
+    """
     fills = zip(r, (0, 1, 0), strict=True)
     return Rectangle(*(_with_dims_of(values, singleton, there, fill) for values, fill in fills))
 
 
 def _with_dims_of(values: tuple[int, ...], dim: int, there: StoredTensor, fill: int) -> tuple[int, ...]:
-    """Return ``values`` without entry ``dim``, or with ``fill`` inserted there, so that it is as long as ``there``."""
+    """Return one entry of ``values`` for each dimension of ``there``: remove entry ``dim``, or insert ``fill`` at
+    ``dim``.
+    """
     if len(values) > len(there.shape):
         return (*values[:dim], *values[dim + 1 :])
     return (*values[:dim], fill, *values[dim:])

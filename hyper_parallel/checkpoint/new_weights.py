@@ -104,7 +104,9 @@ class NewWeights:
         self._open.clear()
 
     def compute_sums(self, rank: int, size: int) -> dict[str, int]:
-        """Return the checksums of the tensors that this rank has to compute, when all data is written.
+        """Return the checksums that this rank has to compute, by name of the tensor.
+
+        Call it when all data is written.
 
         Args:
             rank, size: index of this rank, and number of ranks.
@@ -173,7 +175,10 @@ class NewWeights:
         disk.sync_directory(self._directory)
 
     def _set_aside(self, index: Path) -> None:
-        """Rename old files that have the names of new ones, and let the present index refer to the new names."""
+        """Give hidden names to the old files whose names the new files need.
+
+        Let the present index refer to the hidden names.
+        """
         try:
             content, names = read_weight_index(index)
         except CheckpointError:
@@ -227,7 +232,9 @@ def _read(path: Path, file: int, entry: str, start: int, memory: memoryview) -> 
 
 
 def _runs(whole: Entry, r: Any, data: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """Yield contiguous runs of a rectangle whose bytes are ``data``: (place in the tensor's data, bytes)."""
+    """Yield each contiguous run of a rectangle with the bytes ``data``: (offset in the tensor's bytes, bytes of the
+    run).
+    """
     shape, itemsize = whole.shape, whole.nbytes // math.prod(whole.shape)
     cut = max((d for d, n in enumerate(r.sizes) if n != shape[d]), default=0)
     length = math.prod(r.sizes[cut:]) * itemsize

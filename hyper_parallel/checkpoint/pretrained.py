@@ -144,7 +144,7 @@ class _WholeFiles(Files):
     """
 
     def read(self, part: Part, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill an array with a box of a part."""
+        """Read the elements of ``box``, a slice for each dimension of a tensor, into an array."""
         further = len(box) - len(self._file(part.file).kind(part.entry)[1])
         super().read(part, box[further:], target[(0,) * further])
 

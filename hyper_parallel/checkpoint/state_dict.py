@@ -327,7 +327,8 @@ def _frozen(model: Any, platform: Platform) -> set[int]:
 def _taken_apart(
     state: Mapping[str, Any], names: list[str], flattened: bool
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return tensors and numbers by ``name.key``, and the options of each parameter's group by its name."""
+    """Return tensors and numbers of a state dict by ``name.key``, and each parameter's options by the parameter's
+    name."""
     if not flattened:
         flat = {f"{name}.{key}": x for name, row in state.get("state", {}).items() for key, x in row.items()}
         groups = [({k: v for k, v in g.items() if k != "params"}, g["params"]) for g in state.get("param_groups", [])]

@@ -70,7 +70,7 @@ def save_in(metadata: Any) -> str:
 
 
 def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
-    """Return where the checksums start in a header with room for them, and their bytes.
+    """Return the offset and the bytes of the checksums in a header with room for them.
 
     Args:
         header: header of a file, from its first byte.

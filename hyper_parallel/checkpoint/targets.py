@@ -221,7 +221,10 @@ class Filling:
 
     # ---------------------------------------------------------------------- tensors
     def _want(self, x: Any, name: str) -> None:
-        """Ask to fill ``x`` with the tensor of that name, or of another name of ``x``."""
+        """Ask to fill ``x`` with the tensor called ``name``.
+
+        If ``x`` is tied, it may be asked for under several names.
+        """
         self._kinds.check_tensor(x, name)
         self._wanted.setdefault(id(x), (x, []))[1].append(name)
 

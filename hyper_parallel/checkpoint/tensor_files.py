@@ -69,7 +69,10 @@ _AT_ONCE = 256
 
 
 def element_type(dtype: str) -> np.dtype:
-    """Return NumPy's unsigned type of an element's bytes, because NumPy lacks some dtypes."""
+    """Return NumPy's unsigned integer type of the size of ``dtype``.
+
+    It stands for the dtype, because NumPy lacks some dtypes.
+    """
     return np.dtype(f"u{ITEMSIZES[dtype]}")
 
 
@@ -158,7 +161,7 @@ def write_tensors(
 
 
 class TensorFile:
-    """A file of tensors that reads only the requested parts.
+    """A file of tensors, of which only the requested elements are read.
 
     Args:
         path: path of the file.
@@ -213,9 +216,11 @@ class TensorFile:
         return whole
 
     def read(self, name: str, box: tuple[slice, ...], target: np.ndarray) -> None:
-        """Fill an array with a box of a tensor. Contiguous bytes are read directly into the array.
+        """Read the elements of ``box``, a slice for each dimension, into an array. Contiguous bytes are read directly
+        into the array.
 
-        Memory is not mapped to the file: a program that truncates the file would kill this process by a signal.
+        The file is not mapped into memory. If it were, a program that truncates the file would kill this process by a
+        signal.
 
         Args:
             name: name of the tensor.
@@ -314,7 +319,7 @@ class TensorFile:
 
 
 def _span(target: np.ndarray, strides: Sequence[int]) -> int:
-    """Return the bytes of a file that an array with these strides in the file spans."""
+    """Return how many bytes of a file contain the elements of an array that has these strides there."""
     return target.itemsize + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True))
 
 

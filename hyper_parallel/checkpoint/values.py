@@ -106,7 +106,8 @@ _KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def check(x: Any) -> None:
-    """Raise ValueError unless ``x``, read from an index, is a result of `encode` or of a nest of modules."""
+    """Raise ValueError unless ``x``, read from an index, can be a result of `encode`, or describes a nest of
+    modules."""
     if isinstance(x, list):
         for value in x:
             check(value)

@@ -23,8 +23,8 @@ __all__ = ["run"]
 def run(given: argparse.Namespace) -> int:
     """Print the findings and return the exit status: 1 for a problem, else 0.
 
-    Problems are a certain finding whose value is used, and a key of the plan that matches no module. Executed ranks
-    that differ from one device are a problem too.
+    A problem is a certain finding whose value is used, or a key of the plan that matches no module. With ``--execute``,
+    ranks whose values differ from one device are a problem too.
 
     Raises:
         UsageError: for arguments that cannot be combined.

@@ -21,7 +21,9 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**
 
 
 def mesh_of(text: str) -> dict[str, int]:
-    """Parse ``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp. Data parallelism alone has a tp of one rank.
+    """Parse ``"dp=64,tp=8"``, or ``"8"`` for one dimension called tp.
+
+    A mesh without tp gets a tp of one rank.
 
     Example:
         >>> mesh_of("dp=64,tp=8"), mesh_of("8"), mesh_of("dp=64")
@@ -70,7 +72,7 @@ def object_at(text: str) -> Any:
 
 
 def _module_of(file: Path) -> Any:
-    """Import a file once, under a unique module name, because the file may be named as a module of Python."""
+    """Import a file once, under a unique module name. The file may have the name of a module of Python."""
     name = f"{file.stem} of {file.parent}"
     if name not in sys.modules:
         specification = importlib.util.spec_from_file_location(name, file)

@@ -15,9 +15,9 @@ _LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=Fal
 def strict() -> Iterator[None]:
     """Context manager that turns some warnings into errors, on all ranks and before any communication.
 
-    * An operation without a sharding rule: outside it runs on gathered operands.
-    * A key of a plan that matches no module: outside the key is ignored.
-    * An uncertain finding in the first call of a model, or one whose value is used for nothing.
+    * An operation without a sharding rule, which otherwise runs on gathered operands.
+    * A key of a plan that matches no module, which is otherwise ignored.
+    * An uncertain finding in the first call of a model, or one whose value is not used.
 
     Example:
         >>> import torch

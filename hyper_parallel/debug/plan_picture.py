@@ -46,7 +46,7 @@ def visualize_plan(model: Any, *, path: str | None = None) -> str:
 
 
 def _cut_dims(x: TensorDescription) -> dict[int, list[str]]:
-    """Return sharded tensor dimension -> the mesh dimensions that shard it."""
+    """Return a dict from each sharded tensor dimension to the mesh dimensions that shard it."""
     found: dict[int, list[str]] = {}
     for placement, mesh_dim in zip(x.placements, x.mesh_dims, strict=True):
         kind, _, rest = placement.partition("(")

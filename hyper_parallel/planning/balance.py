@@ -12,8 +12,9 @@ __all__ = ["expert_shares"]
 
 @contextmanager
 def expert_shares(shares: Sequence[float]) -> Iterator[None]:
-    """Set, for `explain` and `dry_run` in a block, each expert's share of the routes on all ranks. Dry runs have no
-    values of indices and counts. Without this context all experts get equal shares.
+    """Context manager that sets each expert's share of the routes on all ranks, for `explain` and `dry_run`.
+
+    Dry runs have no values of indices and counts. Without this context all experts get equal shares.
 
     Args:
         shares: a number for each expert of a module, such as counts from `ExpertCounts`.

@@ -31,10 +31,10 @@ class Candidate:
         dp, tp: number of ranks of data and of tensor parallelism.
         plan: name of the plan.
         recompute: whether the layers compute their forward again in backward.
-        run: its dry run; None where it is not possible.
-        error: why not.
-        ep: over how many of the ranks the experts lie; 1 without experts.
-        cp: over how many ranks sequences are cut.
+        run: dry run of the configuration; None if it is not possible.
+        error: the reason why it is not possible, or an empty string.
+        ep: number of ranks that share the experts; 1 without experts.
+        cp: number of ranks that share a sequence.
     """
 
     dp: int
@@ -153,22 +153,22 @@ def search(
 
     Args:
         model: as for `explain`.
-        ranks: how many there are; each way has ``dp * tp`` of them, or ``dp * cp * tp``.
-        plans: name -> plan for `parallelize_module`; those that shard the sequence too, for example. With ``tp=1`` none
-            is applied.
-        batch: of all ranks together: each tensor is cut along dimension 0 over dp, and along dimension 1 over cp. Both
-            must divide it.
+        ranks: total number of ranks: ``dp * tp`` or ``dp * cp * tp`` in each configuration.
+        plans: name -> plan for `parallelize_module`, such as one plan with sequence parallelism and one without. With
+            ``tp=1`` no plan is applied.
+        batch: tensors of all ranks together. Each is sharded along dimension 0 over dp, and along dimension 1 over cp.
+            The numbers of ranks must divide these dimensions.
         machine: see `dry_run`.
-        memory: the limit in bytes; None is the memory of the machine.
-        tensor_parallel: sizes of tp to be tried; None is all that divide ``ranks`` and fit into a node.
-        experts: path of modules of experts -> style, as for `dry_run`.
-        expert_parallel: over how many ranks the experts are to lie; None is all numbers that divide the ranks, up to
-            that of the experts. Where the style has ``tp_dim`` and cuts no expert inside, the ranks of tensor
-            parallelism count among them.
-        sequences: path of attention modules -> `ContextParallel`: these are applied where sequences are cut. Not with
-            ``experts``.
-        context_parallel: over how many ranks sequences are to be cut. None is one, and all that divide the ranks and
-            fit into a node.
+        memory: maximum bytes of a rank; None is the memory of the machine.
+        tensor_parallel: sizes of tp to try; None tries all that divide ``ranks`` and fit into a node.
+        experts: path of expert modules -> style, as for `dry_run`.
+        expert_parallel: numbers of ranks that share the experts, to try. None tries all that divide the ranks, up to
+            the number of experts. If the style has ``tp_dim`` and does not shard ``inside`` experts, the ranks of
+            tensor parallelism count among them.
+        sequences: path of attention modules -> `ContextParallel`, which is applied if sequences are sharded. It cannot
+            be combined with ``experts``.
+        context_parallel: numbers of ranks that share a sequence, to try. None tries all that divide the ranks and fit
+            into a node, including 1.
         recompute: whether to try without and with recomputation.
         options: further arguments of `dry_run`: ``optimizer``, ``data_parallel``, ``mixed_precision``, ``loss``.
 

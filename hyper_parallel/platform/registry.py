@@ -111,11 +111,11 @@ def register_platform(
     """Make a backend known.
 
     Args:
-        name: its name in ``HYPER_PARALLEL_PLATFORM`` and `get_platform`; case does not matter.
+        name: name of the backend in ``HYPER_PARALLEL_PLATFORM`` and `get_platform`; case does not matter.
         target: the `Platform` subclass, or ``"package.module:Class"`` to be imported at first use.
         aliases: further names.
-        framework: top-level module of the framework, such as ``"torch"``: backends of one framework serve one
-            another's device types, and one whose framework is not installed is reported so without importing it.
+        framework: top-level module of the framework, such as ``"torch"``. Backends of one framework serve each
+            other's device types. A backend is not imported if its framework is not installed.
 
     Raises:
         ValueError: when the name or an alias is taken by another backend.
@@ -161,7 +161,7 @@ def get_platform(name: str | None = None) -> Platform:
             alias (``"torch"``, ``"cpu"``, ``"gpu"``, ``"ascend"``, ``"ms"``, ...).
 
     Raises:
-        PlatformError: for an unknown name or a backend that cannot run here. The message lists all.
+        PlatformError: for an unknown name or a backend that cannot run here. The message lists all backends.
     """
     global _selected
     with _lock:

@@ -6,7 +6,8 @@ __all__ = ["printable", "printable_lines"]
 
 
 def printable(text: object) -> str:
-    r"""Return text in which characters that control a terminal, end a line or are invisible are escaped as in Python.
+    r"""Return ``text`` with some characters escaped as in Python: those that control a terminal, end a line, or are
+    invisible.
 
     Example:
         >>> printable("layer\x1b[2J\n"), printable("ä b")

@@ -1,4 +1,4 @@
-"""Summands of partial tensors that expose a rule which treats them as another kind of tensor."""
+"""Summands of partial tensors. They expose a rule that treats a partial tensor as another kind of tensor."""
 
 from __future__ import annotations
 

@@ -265,7 +265,9 @@ def test_refused(pool: Any) -> None:
     for said in pool.run(2, refused):
         assert said["part"].startswith(f"{shape}and the new data has shape (4, 4): pass the full"), said
         assert said["assigned part"] == said["part"]
-        assert said["no part"].startswith(f"{shape}this rank's part of it (4, 4); the new part has shape (8, 4)"), said
+        assert said["no part"].startswith(f"{shape}this rank's shard of it (4, 4); the new shard has shape (8, 4)"), (
+            said
+        )
         assert said["number"].startswith(f"{shape}and the new data has shape ()"), said
         assert said["string"].startswith("TypeError: Parameter data must be"), said
         assert "redistribute the data first" in said["placement"], said

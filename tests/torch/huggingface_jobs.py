@@ -302,7 +302,7 @@ def errors() -> None:
     grouped = build("llama, one key-value head")
     del grouped.model.layers[0].self_attn.num_key_value_groups
     with pytest.raises(
-        ValueError, match=r"1 key and value heads for 2 ranks.*LlamaAttention needs the attribute num_key"
+        ValueError, match=r"1 key and value heads for 2 ranks.*LlamaAttention has the attribute num_key"
     ):
         parallelize_model(grouped, mesh)
     experts = parallelize_model(build("mixtral"), mesh, expert_parallel=True).model.layers[0].mlp.experts

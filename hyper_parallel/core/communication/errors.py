@@ -117,7 +117,7 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
 
 
 def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
-    """Report an error that ends ``what`` on this rank to the other ranks, so that they stop waiting.
+    """Report to the other ranks that an error has ended ``what`` on this rank, so that they stop waiting.
 
     Return when the other ranks have failed in the same way, or have received the report.
     """

@@ -65,7 +65,9 @@ class _Read:
 
 
 def read_by_all(what: str, layout: Layout, read: Callable[[], Any]) -> Any:
-    """Return ``read()``, the values of a tensor of ``layout``, which all ranks of its mesh must call.
+    """Return ``read()``, the values of a tensor of ``layout``.
+
+    All ranks of the layout's mesh must call this.
 
     Args:
         what: the call, for messages.
@@ -95,7 +97,9 @@ def read_by_all(what: str, layout: Layout, read: Callable[[], Any]) -> Any:
 
 
 class _Watcher:
-    """A thread that looks at the running reads. It ends when there are none, at most a pause after the last one.
+    """A thread that looks at the running reads in intervals.
+
+    It ends at the first look that finds none.
 
     Attributes:
         running: the running reads.

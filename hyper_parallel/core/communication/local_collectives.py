@@ -25,7 +25,9 @@ _DIMS: dict[tuple, tuple[int, ...]] = Cache(1 << 12, "dimensions of groups")
 
 
 def dims_within(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the dimensions of ``mesh`` in which the ``ranks`` that belong to it differ from each other.
+    """Return the mesh dimensions along which ``ranks`` differ.
+
+    Ranks outside of ``mesh`` are ignored.
 
     Example:
         >>> from hyper_parallel import init_device_mesh

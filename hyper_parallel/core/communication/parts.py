@@ -104,8 +104,10 @@ def misfit_of(layout: Layout, local_shape: Shape) -> str | None:
 
 
 def is_wrong_on_a_rank(layout: Layout, dtype: str, wrong: bool) -> bool:
-    """Return whether any rank passes ``wrong``, or ranks differ in shape, placements or ``dtype``. All ranks get the
-    same answer, by `numbers_of_ranks`."""
+    """Return whether ``wrong`` is true on any rank, or ranks differ in shape, placements or ``dtype``.
+
+    All ranks get the same answer, by `numbers_of_ranks`.
+    """
     digest = zlib.crc32(repr((tuple(layout.shape), layout.placements, dtype)).encode())
     what = "the comparison of parts of one tensor"
     rows = numbers_of_ranks((digest, wrong), layout.mesh, what).reshape(-1, 2)

@@ -64,8 +64,7 @@ class Routes:
 
     @cached_property
     def sorting(self) -> np.ndarray | None:
-        """The indices that sort received rows, which arrive rank by rank, by expert. None if they are sorted
-        already."""
+        """The indices that sort received rows by expert. Rows arrive rank by rank. None if they are sorted already."""
         ranks, experts = self._mine.shape
         return order_of(np.repeat(np.tile(np.arange(experts), ranks), self._mine.ravel()))
 

@@ -30,7 +30,7 @@ class Gather(Move):
     def share(self, x: Any, data: Any) -> Any:
         """Return the gathered ``data``, recorded as computed from the shard ``x``.
 
-        So steps of both kinds share one collective.
+        So `Gather` and `GatherForParts` can share one collective.
         """
         return self._take(x, self, data) if self.platform.requires_grad(x) else data
 
@@ -102,7 +102,8 @@ class Gather(Move):
 
 
 class GatherForParts(Gather):
-    """All-gather of a shard for consumers that each compute a part of the result, and return a partial cotangent."""
+    """All-gather of a shard for consumers that return a partial cotangent, because each rank computes a part of the
+    result."""
 
     verb = "gather_for_parts"
     ends = Replicate()
@@ -203,7 +204,7 @@ def by_rank(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
 
 
 def by_part(x: Any, placement: Shard, size: int, platform: Platform) -> Any:
-    """Return data that was gathered in rank order in the order of the global tensor. Inverse of `by_rank`."""
+    """Sort data from rank order into the order of the global tensor. Inverse of `by_rank`."""
     if not isinstance(placement, PackedShard) or size == 1:
         return x
     pieces: list[tuple[int, int, int]] = []

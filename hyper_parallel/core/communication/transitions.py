@@ -211,8 +211,8 @@ class AllReduce(Move):
     def in_place(self) -> TensorFunction:
         """The all-reduce of a sum as a function that writes the result into its operand.
 
-        The operand must have no other reference, and its operation must not need its value in backward. If the platform
-        has hooks, there is no node in the graph.
+        No other code may refer to the operand. Backward of the operation that computed the operand must not need its
+        value. On a platform with hooks, the function adds no node to the graph.
         """
         write, fast = collectives.bind_all_reduce(self.mesh, self.mesh_dim), self.platform.fast or NOTHING_FASTER
         in_place = _AllReduceInPlace(self.mesh, self.mesh_dim, self.source, self.target)
@@ -289,8 +289,10 @@ class OneSummand(Move):
 
 
 class SummandGradient(_View, Move):
-    """Conversion of the gradient of a partial tensor into the gradient of its replicated sum. Values computed from it
-    count once (see `AllReduce.back`)."""
+    """Conversion of the gradient of a partial tensor into the gradient of its replicated sum.
+
+    In gradients of gradients, a value computed from the result counts once, not once per rank (see `AllReduce.back`).
+    """
 
     verb = "summand_gradient"
 
@@ -336,14 +338,19 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 
 
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
-    """Return the key under which a tensor caches the view that linear layers read in place of `partial_grad_view`. It
-    is an equal view, or a 2-D one with the leading dimensions flattened."""
+    """Return the key of the view that a tensor caches for linear layers.
+
+    Linear layers read this view in place of that of `partial_grad_view`. Both views are equal, or this one is 2-D, with
+    the leading dimensions flattened.
+    """
     return mesh, mesh_dims, "linear"
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:
-    """Return a local gradient converted to a DTensor's (see `platform.contract.Core.to_owner`). Values computed from it
-    are equal on all ranks, and count once."""
+    """Return a local gradient converted to a DTensor's (see `platform.contract.Core.to_owner`).
+
+    In gradients of gradients, a value computed from the result counts once, because it is equal on all ranks.
+    """
     for mesh_dim in layout.summed_mesh_dims:
         gradient = one_summand(layout.mesh, mesh_dim).back(gradient)
     return gradient

@@ -228,7 +228,10 @@ def agreement_of(mesh: DeviceMesh, mesh_dim: int) -> Agreement | None:
 
 
 def agreements_below(module: Any, platform: Any) -> tuple[Paths, list[Agreement]]:
-    """Return paths of the units' modules at and below ``module``, by the ids of modules, and the units' agreements."""
+    """Return the paths of all modules of units at and below ``module``, by the ids of the modules.
+
+    Also return the agreements of these units.
+    """
     below = [(m, path, getattr(m, UNIT, None)) for path, m in platform.named_modules(module)]
     paths = {id(m): (weakref.ref(m), path) for m, path, plan in below if plan is not None}
     meshes = dict.fromkeys(plan.mesh for _, _, plan in below if plan is not None)

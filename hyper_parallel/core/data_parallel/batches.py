@@ -80,7 +80,7 @@ def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool 
 
 @contextmanager
 def summed_over(mesh: DeviceMesh | None, inner: Sequence[DeviceMesh]) -> Iterator[None]:
-    """Set, for modules that run in a block, the mesh over which gradients of their parameters are summed.
+    """Context manager that sets the mesh over which gradients are summed, for modules that run inside.
 
     Args:
         mesh: data-parallel mesh of a distributed batch; None if gradients are not summed.

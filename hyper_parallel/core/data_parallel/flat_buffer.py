@@ -28,7 +28,7 @@ class FlatBuffer:
     Attributes:
         reduce_dtype: the argument.
         collectives: the collectives that are called.
-        part: this rank's part of `whole` and the mesh whose last dimension shares it out. It is set while the
+        part: this rank's part of `whole`, and the mesh whose last dimension divides `whole`. It is set while the
             parameters are sharded over fewer ranks than those of ``mesh``.
         whole: the storage, as a 1-D tensor, without memory while the parameters are sharded. None before the first
             recorded forward. Forwards that are not recorded have separate storage.
@@ -147,8 +147,10 @@ class FlatBuffer:
             return platform.join(pieces)
 
     def take(self, keep: bool) -> Any:
-        """Wait for the pending all-gather, and return the storage of unsharded parameters. With ``keep`` that is
-        `whole`."""
+        """Wait for the pending all-gather, and return the storage of unsharded parameters.
+
+        With ``keep`` that storage is `whole`.
+        """
         work, gathered, own, rows = self._pending
         self._pending = None
         if own is None:
@@ -203,7 +205,7 @@ class FlatBuffer:
                 rows.free()
 
     def is_current(self, values: Any, parameters: Sequence[Any]) -> bool:
-        """Return whether ``values``, a result of `take`, still matches this rank's shards, so is not stale."""
+        """Return whether ``values``, a result of `take`, still has the values of this rank's shards."""
         platform = self.platform
         with platform.no_grad():
             wholes = self._cut(platform.detach(values))
@@ -226,7 +228,10 @@ class FlatBuffer:
         return self._cut(self.platform.detach(values))
 
     def lasting_views(self, values: Any) -> list[Any]:
-        """Return views as `views` does, but always the same views of `whole`, for callers that take over their data."""
+        """Return views as `views` does, but always the same views of `whole`.
+
+        They are for callers that take over the data of views.
+        """
         return self._views if values is self.whole else self._cut(self.platform.detach(values))
 
     def _cut(self, values: Any) -> list[Any]:

@@ -237,7 +237,7 @@ def _listed(module: Any, platform: Any) -> list[Any]:
 
 
 def _meet(modules: Sequence[Any], platform: Any) -> bool:
-    """Return whether one of the modules is, or contains, another one of them."""
+    """Return whether two of the modules are the same, or one contains another."""
     below = [{id(inner) for _, inner in platform.named_modules(one)} for one in modules]
     return any(id(one) in inner for i, one in enumerate(modules) for j, inner in enumerate(below) if i != j)
 

@@ -205,7 +205,7 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
 def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
     """Append the partial cotangent of an unsharded parameter to ``unsummed`` until it is reduced.
 
-    Unsharded parameters have this function as ``_collect``.
+    This function is the ``_collect`` of unsharded parameters.
     """
     unsummed.append((index, cotangent, mesh, mesh_dims))
 

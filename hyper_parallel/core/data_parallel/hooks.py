@@ -55,9 +55,9 @@ def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
 class Inputs:
     """The inputs of the calls of one unit. Backward reaches them after it has passed the modules.
 
-    Some platforms do not report when backward begins. There each call is checked at its inputs: backward may have read
-    frozen parameters, which have no cotangents at which to check. On other platforms the cotangent of the input shows
-    that frozen parameters are not read any more.
+    Some platforms do not report when backward begins. On these, each call is checked when backward reaches its inputs.
+    The reason is frozen parameters: backward reads them, but they have no cotangents that could start a check. On other
+    platforms, the cotangent of the input shows that frozen parameters are not read any more.
 
     Args:
         platform: platform of the tensors.
@@ -160,7 +160,7 @@ class Results:
             if placed_across(x, self._mesh) and not one_loss:
                 raise ValueError(
                     f"{self._what} returns a DTensor of shape {tuple(x.shape)} placed {list(x.placements)}, but was "
-                    "called with plain tensors: return plain tensors, this rank's part of the batch, such as "
+                    "called with plain tensors: return plain tensors, this rank's shard of the batch, such as "
                     "x.to_local()"
                 )
             with platform.no_dispatch():
@@ -194,8 +194,8 @@ class Results:
         )
 
     def _may_lead(self, x: Any, call: RecordedCall) -> bool:
-        """Return whether backward may reach the anchors from this result, although this rank used only frozen
-        parameters."""
+        """Return whether backward may go from this result to `RecordedCall.anchors`, although this rank used only
+        frozen parameters."""
         return self._freed is not None and bool(call.anchors) and self._platform.is_floating_point(x)
 
     def _led(self, call: RecordedCall, *xs: Any) -> Sequence[Any]:

@@ -153,7 +153,7 @@ class Model:
                 agreement.comes(event)
 
     def entered(self, unit: UnitParameters) -> None:
-        """Prefetch the next unit while the forward of ``unit``, which has its parameters, computes."""
+        """Prefetch the next unit while the forward of ``unit``, whose parameters are gathered already, computes."""
         at, order = len(self._began), self._order
         self._began.append(unit)
         if unit.settings.forward_prefetch:

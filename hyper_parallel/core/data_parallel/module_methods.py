@@ -213,7 +213,7 @@ class FSDPModule:
         return None
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Do nothing: a parameter that some ranks have not used always counts as zeros there."""
+        """Do nothing: ranks that have not used a parameter always contribute zeros to its gradient."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of summed gradients, in place of the number of data-parallel ranks. It has no effect on a
@@ -278,7 +278,7 @@ class FSDPModule:
         if enable:
             raise ValueError(
                 "set_separate_reduce_scatter_group(True) is not supported: make a second process group of the same "
-                "ranks, and pass set_custom_reduce_scatter(comm) a comm that reduces over this group"
+                "ranks, and call set_custom_reduce_scatter(comm) with a comm that reduces over this group"
             )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
@@ -386,7 +386,7 @@ def _units_of(modules: Sequence[Any], method: str) -> list[UnitParameters]:
 
 def _memory(method: str) -> ValueError:
     return ValueError(
-        f"{method} is not supported: pass set_custom_all_gather and set_custom_reduce_scatter an object whose "
+        f"{method} is not supported: call set_custom_all_gather and set_custom_reduce_scatter with an object whose "
         "allocate(size, *, dtype, device) returns memory of this kind"
     )
 

@@ -125,12 +125,12 @@ class DataParallelMeshDims:
 
     @property
     def shard_names(self) -> tuple[str, ...]:
-        """The names of `shard`."""
+        """The names of the mesh dimensions in `shard`, as a tuple."""
         return _names(self.shard)
 
     @property
     def replicate_names(self) -> tuple[str, ...]:
-        """The names of `replicate`."""
+        """The names of the mesh dimensions in `replicate`, as a tuple."""
         return _names(self.replicate)
 
 

@@ -26,7 +26,7 @@ __all__ = ["Block", "Bucket", "Buckets", "CustomCollectives", "Reduction"]
 
 
 class Block:
-    """One parameter of a buffer in the view of data parallelism: a tensor that is sharded into one chunk per rank.
+    """One parameter of a buffer, as data parallelism shards it: a tensor with one chunk per rank.
 
     Args:
         shape: unsharded shape of the plain tensor; with tensor parallelism, of this rank's local tensor.
@@ -67,7 +67,7 @@ class Block:
         return [(shape, math.prod(shape)) for shape in shapes]
 
     def whole_from(self, columns: Any, shard: Any) -> list[Any]:
-        """Return the full tensor with padding (`room` elements), as a list of tensors to concatenate.
+        """Return the full tensor and its padding, `room` elements in all, as a list of tensors to concatenate.
 
         Args:
             columns: the block's columns of the gathered rows, ``(ranks, sent)``; None where nothing is sent.

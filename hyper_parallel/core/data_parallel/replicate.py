@@ -40,7 +40,7 @@ class ReplicatedModule:
     """Methods that `replicate` adds to a module."""
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """Set whether the backward of calls that start from now on all-reduces gradients.
+        """Set whether gradients are all-reduced in the backward of later calls.
 
         With False, backward does not change ``.grad``. On MindSpore it returns zero gradients. Each rank accumulates
         its local gradients, and the next backward with True all-reduces the sum. Several batches then cost the

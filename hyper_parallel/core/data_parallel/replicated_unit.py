@@ -203,7 +203,7 @@ class ReplicatedUnit:
         return anchors, views, tensors
 
     def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
-        """Return a parameter as modules read it. If tensor-parallel, it computes with this rank's part of the batch.
+        """Return a parameter as modules read it. A tensor-parallel one is a DTensor, for this rank's samples.
 
         Args:
             known: the parameters.
@@ -275,9 +275,9 @@ class _Call(RecordedCall):
             self._shared.open = self
 
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
-        """Add the cotangents of one bucket to its gradients: a partial cotangent for each parameter.
+        """Add the cotangents of one bucket to its gradients.
 
-        For a distributed batch, a full cotangent for each follows, equal on all ranks. Only the first rank adds those.
+        Each parameter has a partial cotangent and, for a distributed batch, a full one. Only the first rank adds those.
 
         Raises:
             RuntimeError: if gradients of gradients are recorded.

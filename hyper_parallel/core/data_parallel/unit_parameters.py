@@ -1,7 +1,7 @@
 """The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
 While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
-Backward frees them when all their cotangents have arrived; with frozen parameters, also that of the input, if known.
+Backward frees them when all their cotangents have arrived, and with frozen parameters also that of a known input.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class UnitParameters:
     def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
         """Copy values that a forward has written to parameters which stay unsharded until `reshard`.
 
-        If a backend does not count writes, the new values may be in other memory than the parameters'.
+        With a backend that does not count writes, the new values may be outside of the memory of the parameters.
 
         Args:
             wholes: the unsharded parameters that modules have read.

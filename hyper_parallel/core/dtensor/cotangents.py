@@ -1,4 +1,4 @@
-"""Gradients of DTensors between the framework's backward, which has local tensors, and a user, who has DTensors.
+"""Conversion of gradients between the framework's backward, which has local tensors, and users, who have DTensors.
 
 A backend calls these functions for hooks, for gradients that a function returns, and for those that a user gives. The
 gradient of a tensor of ``layout`` is placed as ``layout.cotangent``.

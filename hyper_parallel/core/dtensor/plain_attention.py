@@ -209,7 +209,8 @@ class PartsInContext(_Parts):
     def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
         """Return the known positions of each rank, after a check of the lengths.
 
-        All ranks compare at the first call with each index and length of the sequence. Later calls check locally.
+        Each call has an index in its context. All ranks compare lengths when a pair of index and sequence length is
+        new. Other calls check locally.
         """
         platform, compared = self.platform, _COMPARED[self.mesh]
         length = sum(self.sizes)
@@ -248,8 +249,8 @@ class Earlier:
 class PartsOfModule(_Parts):
     """Attention calls of a module with the style `ContextParallel`, where only local shards are known.
 
-    After the first call has compared them, shards are assumed to have one length. Once ranks have had shards of several
-    lengths, each call compares (see `uneven_shards`). All ranks know that.
+    After the first call has compared them, shards are assumed to have one length. Once shards had several lengths,
+    which all ranks know, each call compares (see `uneven_shards`).
     """
 
     def __init__(self, mesh: DeviceMesh, where: str, balance: bool, method: str | None, earlier: Earlier) -> None:

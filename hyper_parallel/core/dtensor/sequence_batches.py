@@ -162,7 +162,7 @@ def _compare(batch: Mapping[str, Any], mesh: DeviceMesh, platform: Any) -> None:
 
 
 def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int = -100, averaged: bool = True) -> Any:
-    """Return the mean loss over the tokens of all ranks that are not ignored, as a single device computes it.
+    """Return the mean loss over all tokens of all ranks, without ignored tokens, as a single device computes it.
 
     Forward does one all-reduce of two numbers along each dimension of the mesh, and backward does not communicate.
 
@@ -210,8 +210,8 @@ def token_mean(losses: Any, labels: Any, mesh: DeviceMesh, *, ignore_index: int 
 def _check_losses(losses: Any, labels: Any, mesh: DeviceMesh) -> None:
     """Raise ValueError unless there is one loss for each label.
 
-    A rank without labels cannot detect it. So all ranks compare, in the first call and inside `check_ranks`. In later
-    calls, the other ranks get a NaN mean.
+    A rank without labels cannot detect wrong shapes. So all ranks compare, in the first call and inside `check_ranks`.
+    In later calls, a rank with wrong shapes raises, and the other ranks get a NaN mean.
     """
     platform = mesh.platform
     shape, wanted = (tuple(platform.shape_of(x)) for x in (losses, labels))

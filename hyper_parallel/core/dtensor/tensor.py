@@ -86,8 +86,8 @@ class DTensor:
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
     ) -> Any:
-        """Return a DTensor of each rank's local tensor. It is differentiable. Without ``run_check`` and ``shape`` it
-        does not communicate, in backward either.
+        """Return a DTensor of each rank's local tensor. It is differentiable. If neither ``run_check`` nor ``shape`` is
+        passed, forward and backward do not communicate.
 
         Args:
             local_tensor: plain tensor, this rank's shard. It is copied to the mesh's device if necessary.
@@ -273,8 +273,8 @@ class DTensor:
 
     @property
     def _local_tensor(self) -> Any:
-        """This rank's shard as a plain tensor that shares its memory, without gradients. It is torch's attribute of
-        this name. `to_local` is differentiable."""
+        """This rank's shard as a plain tensor that shares its memory, without gradients, as torch's attribute of this
+        name. `to_local` is differentiable."""
         platform = self._layout.mesh.platform
         with platform.no_dispatch():
             return platform.detach(self)
@@ -364,8 +364,8 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
 def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
     """Return ``local`` through an identity that only affects gradients of gradients.
 
-    In gradients of gradients, plain partial tensors count differently than partial DTensors. ``convert`` is `to_owner`
-    for a tensor that becomes a DTensor of ``layout``. It is `to_summands` for a tensor that leaves one.
+    There, a plain partial tensor has one contribution per rank, and a partial DTensor has one in all. ``convert`` is
+    `to_owner` for a tensor that becomes a DTensor of ``layout``. It is `to_summands` for a tensor that leaves one.
     """
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 

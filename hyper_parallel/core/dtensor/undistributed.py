@@ -107,7 +107,7 @@ def remember_plan(module: Any, styled: list[Any], mesh: DeviceMesh) -> None:
 
 
 def model_of(submodule: Any) -> Any:
-    """Return the module that `parallelize_module` was called with to style ``submodule``, or None."""
+    """Return the module whose plan gave ``submodule`` its style, or None."""
     known = _PLANS.get(submodule)
     return None if known is None else known[0]()
 

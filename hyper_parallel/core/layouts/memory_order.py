@@ -40,8 +40,10 @@ def strides_of(x: Any, layout: Layout) -> Strides | Any:
 
 
 def whole_strides(layout: Layout, local: Strides) -> Strides:
-    """Return the single-device strides of a tensor of ``layout`` from the strides ``local`` of this rank's shard. They
-    must be meaningful (see `Layout.tells_strides`)."""
+    """Return the single-device strides of a tensor of ``layout`` from the strides ``local`` of this rank's shard.
+
+    ``local`` must be meaningful (see `Layout.tells_strides`).
+    """
     sharded = [
         (local[dim], layout.shape[dim], layout.local_shape[dim])
         for dim in range(layout.ndim)
@@ -74,8 +76,8 @@ def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any],
     """Return a function that restores the memory order of a redistributed tensor; None if no tensor needs it.
 
     ``order(x, y)`` takes the local tensor ``x`` of layout ``have``, and the redistributed ``y`` of layout ``read``. It
-    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. With
-    ``spaced``, for views, gaps and expanded dimensions are reproduced.
+    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. Operations
+    that return views need ``spaced``: gaps and expanded dimensions of ``x`` are reproduced too.
     """
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
     if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):

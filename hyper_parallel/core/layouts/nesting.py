@@ -73,7 +73,7 @@ def joined_meshes(layouts: Sequence[Layout | None]) -> dict[DeviceMesh, DeviceMe
 
 
 def on_joined_meshes(layouts: Sequence[Layout | None]) -> list[Layout | None]:
-    """Return the layouts with meshes that are slices of one root extended to a common mesh.
+    """Return ``layouts``, extended to a common mesh if their meshes are slices of one root.
 
     Local tensors stay the same. A tensor is replicated along the dimensions that its own mesh lacks.
     """

@@ -98,7 +98,7 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
 
 
 def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the dimensions of ``root`` that, flattened, have the ranks ``row`` at ``coordinate``."""
+    """Return the dimensions of ``root`` whose flattened row through ``coordinate`` has the ranks ``row``."""
     for count in range(1, root.ndim + 1):  # one: a dimension that the framework flattened to rename it
         for dims in itertools.combinations(range(root.ndim), count):
             if sub_array(root.ranks, (dims,), coordinate).tolist() == row:

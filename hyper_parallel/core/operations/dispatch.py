@@ -214,8 +214,8 @@ def _bind_read(
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
     """Return a function that reads a DTensor for an operation that returns a view.
 
-    The layouts differ at most in mesh dimensions of size 1, so no data moves. The result must share memory, as on more
-    ranks.
+    The layouts differ at most in mesh dimensions of size 1, so no data moves. The function shares the memory of the
+    DTensor, so that the view shares it too.
     """
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)

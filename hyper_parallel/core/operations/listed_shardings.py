@@ -31,7 +31,7 @@ class TensorSpec(NamedTuple):
         return len(self.shape)
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the size of a dimension, or the shape, like a tensor."""
+        """Return the size of a dimension, or the shape, as the method ``size`` of a tensor does."""
         return self.shape if dim is None else self.shape[dim]
 
 
@@ -71,7 +71,10 @@ def listed_op(name: str, platform: Platform) -> NativeOp:
 
 
 def plain(operands: Sequence[Any], platform: Platform) -> tuple[Any, ...]:
-    """Return local operands as plain tensors. A user-defined backward reads its saved tensors with interception on."""
+    """Return local operands as plain tensors.
+
+    A user-defined backward reads its saved tensors with interception on, so they have the DTensor class.
+    """
     return tuple(platform.alias(x) if type(x) in DTENSOR_CLASSES else x for x in operands)
 
 

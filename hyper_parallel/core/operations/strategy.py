@@ -136,7 +136,7 @@ def _choose(
     natural: set[Label],
     packed: bool,
 ) -> list[_Choice] | None:
-    """Return the cheapest choice for each mesh dimension, with the labels ``natural`` split in the natural order."""
+    """Return the cheapest choice for each mesh dimension. The labels ``natural`` must be split in the natural order."""
     kept = None if pinned is None else layouts[pinned]
     shards_of_label: dict[Label, int] = {}
     chosen: list[_Choice] = []

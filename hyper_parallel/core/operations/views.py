@@ -50,7 +50,7 @@ class Family:
         x._family = self
 
     def add_child(self, child: Family) -> None:
-        """Add a family of views that had to move data of this family."""
+        """Add the family of a view which has its own memory, because a redistribution moved data of this family."""
         self.children = (*(other for other in self.children if other() is not None), ref(child))
 
 
@@ -134,7 +134,7 @@ def _all_of(family: Any) -> tuple[ref[Family], ...]:
 
 
 def follow(x: Any, results: Any, backs: Any, what: str) -> None:
-    """Register ``results`` as views of ``x`` on a single device that are copies here.
+    """Register ``results``, which are copies here, and would be views of ``x`` on a single device.
 
     Args:
         x: the base.

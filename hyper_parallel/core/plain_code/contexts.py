@@ -57,7 +57,8 @@ def looking() -> Iterator[None]:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Do not follow plain tensors from DTensors, for programs that shard tensors themselves, such as sequences.
+    """Stop following plain tensors that are made from DTensors, inside this context. It is for programs that shard
+    tensors themselves, such as sequences.
 
     The gradients of parameters are then partial, and the program reduces them as in data parallelism.
     """

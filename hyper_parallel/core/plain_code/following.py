@@ -285,8 +285,8 @@ class Following(Report):
     def cut_of(self, x: Any, mesh: DeviceMesh, whole: int, usual: Shard) -> Shard | None:
         """Return the placement of a plain tensor that is known to be a shard on the 1-D ``mesh``, else None.
 
-        The result is None too for a shard of one of the last ``whole`` dimensions. Several placements are possible
-        for one head of one token; then the ``usual`` one is preferred.
+        A shard of one of the last ``whole`` dimensions also gives None. Some shapes, such as one head of one token,
+        have several possible placements. Then the ``usual`` one is preferred.
         """
         ways, found = ways_of(x), []
         for mark in ways if isinstance(ways, tuple) else ():
@@ -361,7 +361,7 @@ class Following(Report):
     def styled(
         self, call: Callable[..., Any], module: Any, name: str, *, own_samples: bool = False
     ) -> Callable[..., Any]:
-        """Return ``call`` of a styled module, inside which nothing is judged. Messages call the module ``name``.
+        """Return ``call`` of a styled module, wrapped so that nothing inside is judged. ``name`` is for messages.
 
         With ``own_samples`` each rank has different samples inside, as in data parallelism, and tensors get no marks.
         """

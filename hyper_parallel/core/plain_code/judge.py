@@ -283,9 +283,9 @@ def _right(
     results: list[Ways] = []
     for shape, layout in itertools.zip_longest(call.shapes, strategy.results[: len(call.shapes)]):
         results.append(_way_of(shape, layout, tuple(sorted(same)), merged))
-    notes = [f"{call.title}: a tensor of shape {call.operands[i].shape} counts as this rank's part" for i in assumed]  # type: ignore[union-attr]
+    notes = [f"{call.title}: a tensor of shape {call.operands[i].shape} counts as this rank's shard" for i in assumed]  # type: ignore[union-attr]
     if draws:
-        notes.append(f"{call.title} draws the same numbers for the part of each rank")
+        notes.append(f"{call.title} draws the same numbers for the shard of each rank")
     return Verdict(gradients=tuple(gradients), results=tuple(results), notes=tuple(notes))
 
 
@@ -370,7 +370,7 @@ def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
 
 
 def _resized(ways: Ways, shape: tuple[int, ...]) -> Ways:
-    """Return the recorded form of replicated tensors for a tensor of another shape."""
+    """Return ``ways``, the marks of a replicated tensor, changed to the global ``shape``."""
     if not isinstance(ways, tuple):
         return ways
     return tuple(None if m is None else Mark(replicated_layout(m.layout.mesh, shape), m.summed) for m in ways)

@@ -29,7 +29,7 @@ def _plain(x: Any) -> Any:
 
 
 def _of_part(here: Any, whole: Any, read: tuple[int, int], roots: Roots) -> Any:
-    """Return the number ``here`` of a shard. It remembers ``whole``, which a single device would have."""
+    """Return ``here``, a number of a shard. It remembers ``whole``, the number that a single device would have."""
     if here == whole or type(here) not in (int, float):
         return here
     found: Any = (PartSize if type(here) is int else PartNumber)(here)
@@ -139,7 +139,7 @@ def number_problems(
         title: native name of the operation.
         operands: its operands, with Python numbers.
         roots: see `Roots`. A number that equals one of them may be another number.
-        platform: of the tensors.
+        platform: platform of the tensors.
         result: a result of the operation. Integers may be local indices.
     """
     for x in operands:

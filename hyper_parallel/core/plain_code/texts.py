@@ -78,7 +78,7 @@ def unfit_problem(title: str, name: str, texts: Sequence[str]) -> Problem:
     if name == "linear":
         return Problem(
             "mixed",
-            f"{given}, a whole weight",
+            f"{given}, an unsharded weight",
             "Give this layer RowwiseParallel(), or " + _WHOLE[0].lower() + _WHOLE[1:],
         )
     if name == "write":
@@ -99,7 +99,7 @@ def gradient_problem(title: str, shape: tuple[int, ...], parameter: bool, mark: 
     what = "a parameter" if parameter else "a tensor"
     same = "assumed to be a shard" if assumed else "the same on all ranks"
     text = (
-        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's part: each rank computes a "
+        f"{title} reads {what} of shape {tuple(shape)}, {same}, next to this rank's shard: each rank computes a "
         "partial gradient, and no style sums it over the ranks"
     )
     return Problem("gradient", text, _OWNED if parameter else _READ, certain=not assumed)

@@ -1,4 +1,7 @@
-"""Zeros that a program joins to a partial tensor, or into which it writes one: a right summand on every rank."""
+"""Zeros that a program concatenates with a partial tensor, or into which it writes one.
+
+Zeros are correct summands on every rank.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ JOINING = frozenset({"cat", "index_add", "scatter_add", "setitem", "setitem_", "
 
 
 def zeros_beside(name: str, values: Sequence[Any], platform: Platform) -> tuple[int, ...]:
-    """Return the places of unmarked zeros among the operands of an operation of `JOINING`, before it writes.
+    """Return the indices of operands of a `JOINING` operation that are zeros without a mark, before the operation
+    writes.
 
-    Zeros, such as padding, are a right summand on every rank.
+    Zeros, such as padding, are correct summands on every rank.
     """
     if name not in JOINING or all(ways_of(value) is WHOLE for value in values):
         return ()
@@ -37,8 +41,8 @@ def zeros_beside(name: str, values: Sequence[Any], platform: Platform) -> tuple[
 def joined_operands(described: Sequence[Operand | None], values: Sequence[Any], zeros: Sequence[int]) -> tuple:
     """Return the descriptions and values of the operands that an operation of `JOINING` joins.
 
-    torch joins an empty 1-D tensor to any tensor, and caches start as empty tensors. ``zeros`` are places of
-    `zeros_beside`. They get the mark of a summand that they are joined to, or that is written into them.
+    torch concatenates an empty 1-D tensor with any tensor, and caches start as empty tensors. ``zeros`` are the indices
+    that `zeros_beside` returned. These operands get the mark of the partial tensor among the operands.
     """
     marks = (m for x in described if x is not None and isinstance(x.ways, tuple) for m in x.ways)
     summand = next((m for m in marks if m is not None and not m.sharded), None)

@@ -93,8 +93,10 @@ class ClassLosses:
         smoothing: float,
         whole_weight: bool = False,
     ) -> ClassStatistics:
-        """Return the cross entropy for targets that are classes, with its statistics. ``masks`` are those of
-        `masks`."""
+        """Return the cross entropy for targets that are classes, with its statistics.
+
+        ``masks`` is the result of `masks`.
+        """
         verbs, dim, (ignored, wrong) = self.verbs, classes.dim, masks
         rows, elsewhere = self.rows(target, classes)
         largest = self.largest(x, classes)

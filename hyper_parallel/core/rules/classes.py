@@ -116,15 +116,21 @@ class ClassFunctions:
 
     # ------------------------------------------------------------ ranks without classes
     def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:
-        """Return ``x``, or one class with ``value`` on a rank without classes. So every rank takes part in each
-        collective."""
+        """Return ``x``.
+
+        On a rank without classes, return one class filled with ``value``, so that every rank takes part in each
+        collective.
+        """
         dim = classes.dim if dim is None else dim
         return x if self.platform.shape_of(x)[dim] else self._resize(x, dim, 1, value)
 
     # Separate autograd functions, because backends drop gradients of empty tensors, and these gradients may lead to
     # communication.
     def _resize_forward(self, ctx: Any, x: Any, dim: int, size: int, value: float) -> Any:
-        """Return a tensor of ``value`` with ``size`` classes in place of ``x``. The gradient of ``x`` is zero."""
+        """Return a tensor filled with ``value``, of the shape of ``x``, but with ``size`` classes.
+
+        The gradient of ``x`` is zero.
+        """
         shape = list(self.platform.shape_of(x))
         ctx.dim, ctx.before, shape[dim] = dim, shape[dim], size
         y = self.platform.zeros(shape, x)
@@ -148,9 +154,9 @@ class ClassFunctions:
         return self._with_path(None, g, self.platform.to_dtype(x, g.dtype))[0] if ctx.without_samples else g
 
     def _with_path_forward(self, ctx: Any, static: Any, g: Any, x: Any) -> tuple[Any]:
-        """Return ``g`` with ``x`` as an input in the graph, as on ranks with samples.
+        """Return ``g``, recorded as computed from ``x`` too, as on ranks with samples.
 
-        Gradients of gradients may communicate along this path.
+        Gradients of gradients may communicate along this path of the graph.
         """
         ctx.like = self.platform.detach(x)
         return (g,)

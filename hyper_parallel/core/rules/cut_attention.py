@@ -102,7 +102,7 @@ def run_again(way: _Way, platform: Any, native: Callable[..., Any], q: Any, k: A
 
     Args:
         way: of `LATEST_WAY`.
-        platform: of the tensors.
+        platform: platform of the tensors.
         native: the function of plain tensors and a mask, with its other arguments.
         q: queries.
         k: keys.

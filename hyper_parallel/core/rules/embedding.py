@@ -50,7 +50,10 @@ def look_up(call: LocalCall) -> Any:
 
 
 def _local_padding(padding: int | None, weight: Any) -> int | None:
-    """Return the row without gradient as an index into this rank's shard, or None if another rank holds it."""
+    """Return the padding row, whose gradient is zero, as an index into this rank's shard.
+
+    Return None if another rank holds it.
+    """
     if padding is None:
         return None
     row = padding % weight.shape[0] - weight.local_offset[0]

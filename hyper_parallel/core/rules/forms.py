@@ -58,7 +58,7 @@ def unflatten(shapes: tuple, dim: Any, sizes: tuple[int, ...]) -> tuple | None:
 
 @form("tile", "x | *tiles")
 def tile(shapes: tuple, tiles: tuple[int, ...]) -> tuple:
-    """Return the number of copies along each dimension, from those along the last dimensions."""
+    """Return the number of copies along each dimension. The given numbers belong to the last dimensions."""
     return ((1,) * (len(shapes[0]) - len(tiles)) + tiles,)
 
 

@@ -83,7 +83,7 @@ class _Attention:
 
     @classmethod
     def of(cls, layout: str, heads: int, shapes: tuple) -> _Attention | None:
-        """Return the object for the shapes of a call, or None if the shapes do not fit."""
+        """Return the description of a call with operands of these shapes, or None if the shapes do not fit."""
         q, k, v = shapes[:3]
         if layout not in _LAYOUTS or heads < 1 or not all(x and len(x) == len(layout) for x in (q, k, v)):
             return None

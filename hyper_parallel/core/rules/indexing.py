@@ -64,8 +64,8 @@ class _Indexing:
 def analyse(x: Shape, index: tuple, tensor_shapes: tuple) -> _Indexing | None:
     """Return the effect of an encoded index on the dimensions of ``x``, or None for unsupported indices.
 
-    Unsupported are masks, whose result has as many elements as are True. Mixtures of ints and index tensors on which
-    frameworks disagree are unsupported, too.
+    Masks are unsupported, because the size of their result depends on the data. Mixtures of ints and index tensors on
+    which frameworks disagree are unsupported, too.
     """
     if any(isinstance(item, tuple) and (item[0] == "bool" or (item[0] == "tensor" and item[3])) for item in index):
         return None

@@ -45,8 +45,8 @@ class _Part(NamedTuple):
     """The part of the local tensors that a `Pair` of slices uses.
 
     Attributes:
-        pair: see there.
-        all_queries, all_keys: whether these are all of this rank's queries, all of the piece's keys.
+        pair: the slices of queries and keys.
+        all_queries, all_keys: whether the slices are all of this rank's queries, and all keys of the piece.
         blocks: where each block of its queries begins, its place in the pair, and its length, None for a whole pair.
     """
 

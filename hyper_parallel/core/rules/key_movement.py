@@ -53,7 +53,10 @@ class KeyGather:
 
 
 def _taken(held: list[Any], steps: list[Any]) -> Any:
-    """Return the tensor in the list after all steps. The input of each step is freed before the next one."""
+    """Apply all steps to the only tensor in the list, and return the result.
+
+    The input of each step is freed before the next step.
+    """
     for step in steps:
         held.append(step(held.pop()))
     return held.pop()
@@ -77,11 +80,11 @@ class RingBuffers(NamedTuple):
     """The memory for keys and values that are passed around a ring of ranks.
 
     Attributes:
-        shapes: of keys and values of each rank.
-        counts: how many elements they have.
-        most: the most of these, which every buffer has.
-        mesh_dim: along which it goes.
-        size, rank: the number of ranks, and this one.
+        shapes: shapes of the keys and the values of each rank.
+        counts: number of elements of the keys and values of each rank.
+        most: maximum of ``counts``, which is the size of every buffer.
+        mesh_dim: the mesh dimension of the ring.
+        size, rank: number of ranks in the ring, and index of this rank.
     """
 
     shapes: list[list[tuple[int, ...]]]
@@ -106,11 +109,11 @@ class Ring:
     """Keys and values of all ranks of a mesh dimension, one rank's at a time, from rank to rank.
 
     Args:
-        platform: of the tensors.
-        cut: of the keys and values.
-        k: the keys of this rank.
-        v: its values.
-        buffers: for these.
+        platform: platform of the tensors.
+        cut: sharded sequence of the keys and values.
+        k: keys of this rank.
+        v: values of this rank.
+        buffers: memory of the ring.
     """
 
     def __init__(self, platform: Platform, cut: SequenceCut, k: Any, v: Any, buffers: RingBuffers) -> None:

@@ -76,8 +76,8 @@ def part_of_classes(module: Any) -> PartOfClasses | None:
 
 
 def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
-    """Register a module whose plain output has ``own`` of its ``features``, without a following layer that expects
-    them."""
+    """Register a module whose plain output has ``own`` of its ``features``, if no following layer expects such a
+    shard."""
     what = (
         f"the logits have {own} classes, this rank's shard of the {features} output features of {path!r}. The "
         f"ColwiseParallel of {path!r} shards them over {mesh} and returns a plain tensor. Use "

@@ -77,7 +77,7 @@ def _whole(logits: Layout, x: Any) -> Layout:
 def _sample_layout(logits: Layout, target: Any) -> Layout | None:
     """Return the layout of a plain target.
 
-    It is sharded like the samples of the logits if it has only those of this rank, and replicated otherwise.
+    If it has only this rank's samples, it is sharded like the samples of the logits. Otherwise it is replicated.
     """
     if target is None or getattr(target, "_layout", None) is not None:
         return None

@@ -28,7 +28,7 @@ from hyper_parallel.platform.indexing import FULL_SLICE, Place
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
     """Return the `OpSharding.native_if` of an operation that reads or writes operand 0 along ``dims``.
 
-    That is whether every rank has all elements of these dimensions.
+    It is a function that returns whether every rank has all elements of these dimensions.
     """
     dims = tuple(dims)
     return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)

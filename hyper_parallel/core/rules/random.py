@@ -82,7 +82,7 @@ def synchronize(mesh: DeviceMesh) -> None:
 
 
 def share_draws(module: Any, mesh: DeviceMesh) -> None:
-    """Make code that a plan leaves plain draw the first rank's numbers on all ranks of a mesh.
+    """Let all ranks of a mesh draw the first rank's numbers, in code that a plan leaves plain.
 
     All ranks of the mesh must call it. Ranks of other meshes keep their generators.
 

@@ -1,4 +1,4 @@
-"""Selection of elements by their values: at a mask, nonzero, or unique.
+"""Selection of elements by their values: elements where a mask is true, nonzero elements, or unique elements.
 
 Each rank selects from its shard, for any sharding. The ranks exchange their counts, so that the total is known. Then
 only the selected elements are gathered, and every rank has the result (see `rules.picks`).
@@ -67,7 +67,7 @@ def _by_mask(shape: tuple, labels: Labels, operands: tuple, results: Labels, siz
 
 @rule("masked_select", "x mask")
 def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """Elements at a mask, in one dimension. Both operands broadcast."""
+    """Elements where a mask is true, in one dimension. Both operands broadcast."""
     together = broadcast(shapes)
     if together is None:
         return None

@@ -61,7 +61,10 @@ def _pattern(old: str) -> str:
 
 
 def names_between(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], given: Mapping[str, str] | None) -> Names:
-    """Return the mapping of paths: first as given, then equal paths, possibly without a prefix, and last by order."""
+    """Return the mapping of paths.
+
+    It prefers given pairs of paths, then equal paths, with or without a prefix, then equal order.
+    """
     paths_a, paths_b = _paths(a), _paths(b)
     best, most = Names(given), _matches(Names(given), paths_a, paths_b)
     if most < min(len(paths_a), len(paths_b)):

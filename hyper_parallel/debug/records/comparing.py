@@ -366,7 +366,10 @@ class _Comparing:
 
 
 def _pair(a: Tensor, b: Tensor) -> tuple[Whole, Whole] | None:
-    """Return the full tensors of one shape. If parts can be assembled in several ways, take those that differ least."""
+    """Return the full tensors of ``a`` and ``b`` in one shape.
+
+    If parts can be assembled in several ways, choose those that differ least.
+    """
     found = [(x, y) for x in a.ways() for y in b.ways() if x.shape == y.shape]
     if not found:
         found = [(x, z) for x in a.ways() for y in b.ways() if (z := _squeezed(y, x)) is not None]

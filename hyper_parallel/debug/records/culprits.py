@@ -14,7 +14,7 @@ Key = tuple[str, int, str, int, str, str]
 
 
 class Links:
-    """Tensors under the names of all calls that produced or consumed them, not only of the first call."""
+    """Tensors of a record, found by each call that produced or consumed them, not only by the first call."""
 
     def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
         self._calls = {(c.step, c.path, c.number): c for c in record.calls}
@@ -27,7 +27,8 @@ class Links:
     def same(self, key: Key, other: Links, there: Key) -> Key | None:
         """Return the key in ``other`` of the tensor that corresponds to ``key``.
 
-        It has the same position in the call of ``there``.
+        A tensor is an input or output of a call. The two tensors have the same position in their calls. ``there`` is a
+        key of some tensor of the other call.
         """
         of = key[5] if key[0] == "gradient" else key[0]
         here, call = self._calls.get((key[1], key[2], key[3])), other._calls.get((there[1], there[2], there[3]))

@@ -152,7 +152,10 @@ class Parts:
     def _taken(
         self, numbers: np.ndarray, whole: tuple[int, ...] | None, boxes: Sequence[Any]
     ) -> tuple[bool, np.ndarray]:
-        """Return whether samples are taken, and the numbers to write: from each box the elements at sampled places."""
+        """Return whether the tensor is sampled, and the numbers to write.
+
+        These are the elements of each box at sampled places.
+        """
         shape = numbers.shape if whole is None else whole
         grid = grid_of(shape, self._largest)
         sampled = math.prod(map(len, grid)) < math.prod(shape)

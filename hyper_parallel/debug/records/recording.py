@@ -21,8 +21,8 @@ __all__ = ["record"]
 
 
 class record:
-    """Context manager that writes the tensors that a model computes inside it into a folder, for `hyper-parallel
-    compare`.
+    """Context manager that records the tensors that a model computes inside it, as files in a folder. `hyper-parallel
+    compare` reads them.
 
     It writes outputs of modules in the order of calls, inputs that no module computed, and the gradients of both.
     Parameters are written at the start, and buffers in each step. Gradients and updates of parameters are written at

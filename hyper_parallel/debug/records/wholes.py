@@ -46,8 +46,10 @@ class Whole:
 
 
 def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
-    """Return the norm of the difference over the larger norm. It is the larger of two results: from the common sampled
-    places, and estimated from the sums of all elements.
+    """Return the norm of the difference, divided by the larger norm.
+
+    It is the larger of two results: one from the common sampled places, and one estimated from the sums of all
+    elements.
 
     Args:
         a, b: tensors of one shape.
@@ -199,7 +201,10 @@ class Tensor:
         return np.asarray(self.record.arrays[rank][start : start + count]).reshape(shape)
 
     def _of_boxes(self, ranks: Sequence[int]) -> Whole:
-        """Return the tensor whose known boxes the ranks hold. Values of several ranks for one box are partial sums."""
+        """Return the tensor that the ranks' known boxes form.
+
+        Values that several ranks hold for one box are partial sums.
+        """
         entries = [self.parts[rank] for rank in ranks]
         shape = entries[0].whole or ()
         grid = tuple(grid_of(shape, self.record.largest))
@@ -263,9 +268,9 @@ class Tensor:
 
 
 def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
-    """Yield gradients of the mean of separate losses.
+    """Yield the gradients that the mean of separate losses would have.
 
-    Ranks along some of the mesh dimensions, which have these sizes, may have separate losses.
+    The ranks along some mesh dimensions may have separate losses. ``sizes`` are the sizes of these dimensions.
     """
     products = {prod(some) for count in range(1, len(sizes) + 1) for some in combinations(sizes, count)}
     for n in sorted(products - {1}):
@@ -349,8 +354,10 @@ def _joined(pieces: Sequence[Whole], dim: int) -> Whole | None:
 
 
 def tensors_of(record: Record) -> dict[tuple, Tensor]:
-    """Return the tensors of a record by their keys, in the order of the first rank that has them. A gradient that was
-    recorded several times, as in a repeated backward, counts as the last."""
+    """Return the tensors of a record by their keys, in the order of the first rank that has them.
+
+    If a gradient was recorded several times, as in a repeated backward, the last one counts.
+    """
     found: dict[tuple, dict[int, Entry]] = {}
     order: dict[tuple, int] = {}
     for rank, entries in record.entries.items():

@@ -46,22 +46,23 @@ def parallelize_accelerator(
 
     Args:
         accelerator: an ``accelerate.Accelerator``, which has prepared nothing.
-        mesh: over all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
+        mesh: mesh of all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
             parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. An
             ``accelerate.ParallelismConfig`` gives a mesh of its sizes. None is the accelerator's own
             ``parallelism_config``, if it has one, or the mesh entered with ``with mesh:``.
-        plan: as for `parallelize_model`. For another model than one of transformers: names of modules to styles.
-        data_parallel: ``"fully_shard"``, or ``"replicate"`` for whole parameters on each rank.
-        units: names of the classes of modules that become units of `fully_shard`. None takes the layers that a model of
-            transformers names, ``_no_split_modules``.
+        plan: as for `parallelize_model`. For a model that is not of transformers, a dict from names of modules to
+            styles.
+        data_parallel: ``"fully_shard"``, or ``"replicate"`` for unsharded parameters on each rank.
+        units: names of the module classes that become units of `fully_shard`. None uses the layers that a model of
+            transformers names in ``_no_split_modules``.
         options: further keywords of `parallelize_model`, such as ``gather_heads``.
 
     Returns:
         ``accelerator``.
 
     Raises:
-        TypeError: for another object. ValueError: for an accelerator with another way of dividing models (FSDP,
-            DeepSpeed), for a ``parallelism_config`` and a mesh, for ``dispatch_batches=True``, and for a mesh that
+        TypeError: for another object. ValueError: for an accelerator that divides models in another way (FSDP,
+            DeepSpeed), for both a ``parallelism_config`` and a mesh, for ``dispatch_batches=True``, and for a mesh that
             does not fit. Nothing has been changed then.
 
     Example:
@@ -95,7 +96,7 @@ def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
 
 
 def attach(accelerator: Any, division: Division) -> None:
-    """Give an accelerator that `check_accelerator` has passed the methods of `_Divided`."""
+    """Give an accelerator the methods of `_Divided`. `check_accelerator` must have accepted it before."""
     accelerator._division = division
     # The division takes the place of accelerate's own, whose code asks for this.
     accelerator.state.parallelism_config = accelerator.state.device_mesh = None
@@ -253,7 +254,10 @@ class _Divided(_Base):
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
-        """Hide models and optimizers from accelerate, which would save one rank's only."""
+        """Hide models and optimizers from accelerate inside this context.
+
+        Accelerate would save the shards of one rank only.
+        """
         hidden = self._hidden = (self._models, self._optimizers)
         self._models, self._optimizers = [], []
         try:

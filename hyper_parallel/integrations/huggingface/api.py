@@ -47,8 +47,8 @@ def parallelize_model(
             too.
         device_mesh: 1-D mesh; None stands for the mesh entered with ``with mesh:``. A dimension ``"cp"`` shards
             sequences: alone, or together with tensor parallelism, as ``mesh["cp", "tp"]``. The model then takes the
-            parts that `shard_sequence` returns, with ``position_ids`` and without ``labels``, and returns the logits of
-            these parts.
+            shards that `shard_sequence` returns, with ``position_ids`` and without ``labels``, and returns the logits
+            of these shards.
         plan: changes to the model's plan: names of modules or parameters, with ``*`` for a layer's number, -> a style
             or its name; None removes the entry.
         gather_logits: whether the logits are plain full tensors on every rank. Otherwise they are DTensors sharded over
@@ -71,8 +71,8 @@ def parallelize_model(
             model without a plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters,
             a key of ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed
             then.
-            With sharded sequences, for layers that mix positions and are no known attention; and in a call, for
-            ``labels``, a mask that hides tokens, and parts without their own positions.
+            With sharded sequences, for layers that mix positions and are no known attention. In a call, for
+            ``labels``, a mask that hides tokens, and shards without ``position_ids``.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -54,9 +54,9 @@ def fit_heads(
         elif heads % ranks == 0 and ranks % key_value == 0:
             if getattr(module, _GROUPS, None) != heads // key_value:
                 raise ValueError(
-                    f"{path!r} has {key_value} key and value heads for {ranks} ranks. To share a head between ranks, "
-                    f"{type(module).__name__} needs the attribute {_GROUPS}={heads // key_value}, which would become "
-                    f"{heads // ranks}: use gather_heads=True, or fewer ranks"
+                    f"{path!r} has {key_value} key and value heads for {ranks} ranks. Ranks can share a head only if "
+                    f"{type(module).__name__} has the attribute {_GROUPS}={heads // key_value}, which becomes "
+                    f"{heads // ranks} on each rank: use gather_heads=True, or fewer ranks"
                 )
             for below, features in projections.items():
                 if attention.of_projection(below.rpartition(".")[2], features) == attention.key_value_heads:

@@ -195,8 +195,9 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 
 
 class IdentityExpertsParallel(ModuleStyle):
-    """Style of experts that return their input, inside of experts whose outputs the ranks add. Each rank returns its
-    share.
+    """Style of experts that return their input, in a module where the ranks sum the outputs of experts.
+
+    Each rank returns its share of the input.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """
@@ -214,7 +215,9 @@ def with_own_tokens(
     over: DeviceMesh,
     top_k: int,
 ) -> dict[str, ParallelStyle]:
-    """Move full experts from ``styles`` to the result: a dict of styles by which they receive the tokens of all ranks.
+    """Remove the styles of full experts from ``styles``.
+
+    Return the corresponding styles for ranks with different tokens.
 
     Args:
         styles: styles by path, of the plan for full experts; changed in place.
@@ -255,9 +258,9 @@ def with_own_tokens(
 
 
 def slice_over(over: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
-    """Return the slice of ``mesh``'s root that has the same ranks as ``over`` on every rank, or ``over`` itself.
+    """Return the slice of ``mesh``'s root that has the same groups of ranks as ``over``, or ``over`` itself.
 
-    transformers makes one mesh for dense layers and another for experts, of the same ranks.
+    transformers makes two meshes of the same ranks: one for dense layers, and another for experts.
     """
     root = mesh.get_root_mesh()
     names = root.mesh_dim_names

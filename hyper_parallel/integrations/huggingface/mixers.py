@@ -96,7 +96,7 @@ _BY_HEADS = "a mixer by heads"
 
 
 class ColumnsOfHeads(ColwiseParallel):
-    """`ColwiseParallel` of a packed weight whose matrices the code splits off in groups.
+    """`ColwiseParallel` of a packed weight, where the code splits the output into groups of matrices.
 
     Sharding rules only support a split into single matrices. So `check_plain_code` does not follow the code of the
     mixer.

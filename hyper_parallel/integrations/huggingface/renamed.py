@@ -52,7 +52,7 @@ def arrangement(model: Any) -> Callable[[Tensors], Tensors] | None:
 
 
 def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredTensor:
-    """Return the tensor of the model that groups of tensors in files form.
+    """Return the tensor of the model that is made of groups of tensors in files.
 
     Raises:
         ValueError: if they differ in shape or dtype, or are transformed by an unsupported operation.

@@ -1,4 +1,4 @@
-"""Models with sharded sequences: each rank gets a part, and attention reads the full sequence."""
+"""Models with sharded sequences: each rank gets a shard, and attention reads the full sequence."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _whole(before: list[tuple[Any, Any]]) -> Iterator[None]:
 
 @contextmanager
 def _set(before: list[tuple[Any, Any]], name: str | None) -> Iterator[None]:
-    """Use the attention function called ``name`` inside this context, or with None the model's own."""
+    """Use the attention function called ``name`` inside this context. None stands for the model's own function."""
     now = [config._attn_implementation_internal for config, _ in before]
     for config, own in before:
         config._attn_implementation_internal = own if name is None else name

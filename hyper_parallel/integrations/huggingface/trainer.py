@@ -46,7 +46,7 @@ def parallelize_trainer(
 
     Args:
         trainer: a ``transformers.Trainer`` that has not trained.
-        mesh: over all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
+        mesh: mesh of all ranks, with names. The dimension ``"tp"`` is for tensor parallelism, all others are for data
             parallelism. Of two others `fully_shard` replicates over the first, and shards over the second. An
             ``accelerate.ParallelismConfig`` gives a mesh of its sizes. None is the ``parallelism_config`` of the
             Trainer's arguments, if they have one, or the mesh entered with ``with mesh:``.
@@ -60,10 +60,10 @@ def parallelize_trainer(
         ``trainer``. Its model is divided now, unless it had distributed parameters before.
 
     Raises:
-        TypeError: for another object. ValueError: for a Trainer with another way of dividing models (``fsdp``,
-            ``deepspeed``), for a ``parallelism_config`` and a mesh, for arguments that read batches in another way, for
-            a mesh that does not fit, and all that `parallelize_model` refuses. Trainer and accelerator are unchanged
-            then.
+        TypeError: for another object. ValueError: for a Trainer that divides models in another way (``fsdp``,
+            ``deepspeed``), for both a ``parallelism_config`` and a mesh, for arguments that read batches in another
+            way, for a mesh that does not fit, and all that `parallelize_model` refuses. Trainer and accelerator are
+            unchanged then.
 
     Example:
         >>> from hyper_parallel import init_device_mesh
@@ -109,12 +109,15 @@ class _Divided(_Base):
         return self._train_batch_size * args.gradient_accumulation_steps * self._division.count
 
     def floating_point_ops(self: Any, inputs: Any) -> float:
-        """Return the operations of this rank for a batch, which ranks that share a model divide."""
+        """Return the number of this rank's operations for a batch. Ranks that share a model divide the operations."""
         operations: float = super().floating_point_ops(inputs)
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate, each sample once. ``Seq2SeqTrainer`` would count the samples twice that fill the last batches."""
+        """Evaluate each sample once.
+
+        The last batches are filled up with earlier samples, which ``Seq2SeqTrainer`` would count twice.
+        """
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 

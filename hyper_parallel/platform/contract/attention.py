@@ -112,7 +112,7 @@ def _wide(platform: Any, x: Tensor) -> Tensor:
 
 
 def _grouped(platform: Any, x: Tensor, k: Tensor) -> Tensor:
-    """Concatenate along the length the heads of ``x`` that share one head of ``k``."""
+    """Return ``x`` with the heads that share one head of ``k`` concatenated along the length."""
     batch, heads, length, features = platform.shape_of(x)
     shared = platform.shape_of(k)[1]
     return x if heads == shared else x.reshape((batch, shared, heads // shared * length, features))

@@ -71,7 +71,7 @@ class AutogradRole(ABC):
         view, but the platform hides this from autograd. ``backward(ctx, cotangent)`` returns the cotangent of ``x``. It
         is itself recorded when gradients of gradients are asked for. ``ctx`` takes attributes. A tensor that backward
         needs is saved by ``ctx.save_for_backward(...)`` and read from ``ctx.saved_tensors``. Interception is off in
-        both functions. A framework whose graph shows names calls the node ``forward.__name__``; see `named`.
+        both functions. If the framework's graph shows names, the node is called ``forward.__name__``; see `named`.
         """
 
     #: Whether the backward of a `joint_function` gets None for results that nothing was computed from.

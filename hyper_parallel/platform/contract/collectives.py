@@ -22,7 +22,7 @@ class Work(Protocol):
     at once."""
 
     def wait(self) -> Any:
-        """Return when later computations of this rank may read the result and overwrite the operand."""
+        """Wait until later computations of this rank may read the result and overwrite the operand."""
 
 
 class _Finished:

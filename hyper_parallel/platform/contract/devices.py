@@ -107,9 +107,11 @@ class DeviceRole(ABC):
         """Restore a state from `get_rng_state`."""
 
     def share_draws(self, modules: Iterable[Module], share: Callable[[Any], Any]) -> None:
-        """Let ``modules`` that draw random numbers draw the same on all ranks of a group. All ranks call this with the
-        same model. ``share`` returns the picklable value of the first rank. The default generators have the same state
-        on all ranks, so modules that draw from these need nothing."""
+        """Let ``modules`` draw the same random numbers on all ranks of a group.
+
+        All ranks call this with the same model. ``share`` returns the picklable value of the first rank. The default
+        generators have the same state on all ranks, so modules that draw from these need nothing.
+        """
         return
 
     def get_host_rng_state(self) -> Any:

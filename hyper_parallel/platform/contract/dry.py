@@ -62,7 +62,9 @@ class DryRole:
 
     def differentiate(self, call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Call ``call``, which returns a scalar, and return its gradients as a training loop of the framework does.
-        ``parameters`` are the DTensors or plain tensors to differentiate by."""
+
+        They are the gradients with respect to ``parameters``, which are DTensors or plain tensors.
+        """
         raise TypeError(f"{type(self).__name__} does not implement gradients for dry runs")
 
     def recompute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -139,9 +139,10 @@ class Fast:
         return None
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
-        """Return whether the caller may call `add_to_gradients` later instead of returning cotangents of
-        ``parameters``. It may if only the accumulated gradients depend on these cotangents. Called inside the backward
-        of a function of the parameters. A framework that returns gradients answers False."""
+        """Return whether the caller may return no cotangents of ``parameters``, and call `add_to_gradients` later
+        instead. It may if the cotangents only contribute to accumulated gradients. Called inside the backward of a
+        function of the parameters. A framework that returns gradients, instead of accumulating them, answers False.
+        """
         return False
 
     def add_to_gradients(self, parameters: Sequence[Tensor], cotangents: Sequence[Tensor | None]) -> None:

@@ -39,7 +39,7 @@ class NativeGroup:
     Attributes:
         ranks: global ranks, in the order of the group.
         group: the group as `GroupRole.new_group` returns it.
-        key: equal for the same group alone.
+        key: value that is equal only for descriptions of the same group.
     """
 
     ranks: tuple[int, ...]

@@ -54,8 +54,8 @@ class InterceptionRole(ABC):
     def is_compiling(self) -> bool:
         """Return whether a compiler of the framework is tracing the caller.
 
-        Python code other than calls of operations is then no part of the compiled code. False for a framework without a
-        compiler, or where DTensors are kept from it.
+        While it traces, only calls of operations become part of the compiled code, and other Python code does not.
+        False for a framework without a compiler, and for one whose compiler never meets DTensors.
         """
         return False
 

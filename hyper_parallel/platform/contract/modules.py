@@ -177,7 +177,7 @@ class ModuleRole(ABC):
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
-        ``with_kwargs``). Its result, unless None, replaces the output. By default it is the module's method."""
+        ``with_kwargs``). Its result, unless None, replaces the output. By default, a method of the module does it."""
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def show_styles(self, module: Module) -> None:

@@ -79,14 +79,18 @@ class PassServices(Protocol):
     """Services for a backend about the gradients of distributed tensors; a part of `Core`."""
 
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient of a tensor of ``layout`` to the one that users read as a DTensor. A second
-        backward counts values computed from it once. Interception is off."""
+        """Convert the plain local gradient of a tensor of ``layout`` to the local tensor of the gradient that users
+        get. In gradients of gradients, a value computed from the result counts once. Interception is off.
+        """
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
         """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
 
     def for_user(self, gradient: Tensor, layout: Layout) -> Any:
-        """Return a new DTensor for a user, with the plain local gradient that reached a tensor of ``layout``."""
+        """Return a gradient as a new DTensor, which users may see.
+
+        ``gradient`` is the local gradient of a tensor of ``layout``.
+        """
 
     def as_cotangent(self, gradient: Any, layout: Layout, what: str) -> Any:
         """Redistribute a user's gradient to the placements of gradients of a tensor of ``layout``. Raises TypeError if

@@ -130,8 +130,8 @@ class Program:
         sizes: size of each rank's shard of a sharded weight, in features or in rows of an embedding.
         packed: whether the weight packs several matrices, each sharded separately.
         whole_dims: with `KEPT`, number of last dimensions of the input that must be unsharded.
-        partial_features: number of last features of a plain output whose gradient each rank has a summand of; their
-            gradients are all-reduced. -1 for all features.
+        partial_features: number of last features of a plain output whose gradients are partial, and are all-reduced. -1
+            for all features.
         compare: check of plain inputs whose size no weight determines; None where ranks need not compare them.
     """
 

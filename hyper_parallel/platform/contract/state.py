@@ -60,7 +60,7 @@ class StateRole:
         return False
 
     def optimizer_state(self, optimizer: Any) -> OptimizerState:
-        """Return the present state of the optimizer. Called where `is_optimizer` says yes."""
+        """Return the present state of the optimizer. Called where `is_optimizer` returns True."""
         raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def set_optimizer_state(self, optimizer: Any, state: OptimizerState) -> None:
@@ -80,8 +80,10 @@ class StateRole:
         raise TypeError(f"{type(self).__name__} does not support tensors of bytes")
 
     def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
-        """Write values into ``x`` that ``fill`` puts into a buffer, as the ``size`` bytes of `bytes_of`. The buffer is
-        the memory of ``x`` itself if the host can write there, which saves copies. Called with interception off."""
+        """Overwrite ``x`` with the values that ``fill`` puts into a buffer of ``size`` bytes, in the format of
+        `bytes_of`. The buffer is the memory of ``x`` itself if the host can write there, which saves copies. Called
+        with interception off.
+        """
         values = bytearray(size)
         fill(memoryview(values))
         self.write(x, self.from_bytes(values, self.shape_of(x), x.dtype))

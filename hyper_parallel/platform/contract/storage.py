@@ -27,8 +27,10 @@ class StorageRole(ABC):
         return x
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
-        """Return ``x``, a new tensor, with the writing methods that modules call on a parameter and tensors lack.
-        ``in_buffer`` says that ``x`` is a view of a buffer."""
+        """Give ``x``, a new tensor, the writing methods of a parameter, and return it.
+
+        Modules call these methods, and tensors lack them. ``in_buffer`` says that ``x`` is a view of a buffer.
+        """
         return x
 
     def stand_for(self, xs: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:

@@ -154,7 +154,7 @@ class TensorRole(ABC):
         """Return ``x`` converted to a dtype of the framework, or ``x`` itself. Differentiable."""
 
     def as_index(self, x: Tensor) -> Tensor:
-        """Return integers in a dtype that takes every index and its negative. By default ``x`` itself."""
+        """Return the integers ``x`` in a dtype that can hold every index and its negative. By default ``x`` itself."""
         return x
 
     @abstractmethod

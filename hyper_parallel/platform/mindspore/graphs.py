@@ -34,7 +34,7 @@ _original_enter = NoDispatch.__enter__
 
 
 def _refuse_operations(what: str, about: str, clean_up: Callable[[], None] = lambda: None) -> None:
-    """Make operations on local tensors an error while a graph is captured from a run in this thread."""
+    """Let operations on local tensors raise an error while a graph is captured from a run in this thread."""
     thread = threading.get_ident()
 
     def enter(guard: NoDispatch) -> None:

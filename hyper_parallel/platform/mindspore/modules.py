@@ -183,7 +183,7 @@ def _computed_again(made: Any, construct: Callable) -> Any:
 def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
     """Return a subclass with the same name, which runs the forward that is stored on the cell.
 
-    The cell stores a function, not a bound method, so that a copy of the cell passes itself to it.
+    The function is stored unbound, and a call passes it the called cell. So it also works in a copy of the cell.
     """
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -32,8 +32,8 @@ from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
 __all__ = ["PATCHES", "WATCHING"]
 
 _TESTED = "2.10"
-_IN_A_GRAPH = "a compiled graph takes this rank's part of a DTensor for the whole tensor"
-_NORM_OF_A_PART = "a plain local gradient is clipped by the norm of this rank's part"
+_IN_A_GRAPH = "a compiled graph takes this rank's shard of a DTensor for the full tensor"
+_NORM_OF_A_PART = "a plain local gradient is clipped by the norm of this rank's shard"
 _PLAIN_LIKE = "a plain tensor of the global shape takes the place of a DTensor"
 _STALE = "tensors cached in one recording of gradients are used in the next, where they are stale"
 
@@ -43,20 +43,20 @@ def _patch(target: str, reason: str, make: Callable[[Any], Any], **more: Any) ->
 
 
 def _sequence(primitive: str, distributed: Callable[[Any, tuple], Any], held: str = "inherited") -> Patch:
-    reason = "tensors in a list or tuple are not looked at, and the operation runs on this rank's parts"
+    reason = "tensors in a list or tuple are not looked at, and the operation runs on this rank's shards"
     make = calling(entry_points.call_on_sequence, distributed=distributed)
     return _patch(f"mindspore.ops.operations.{primitive}.__call__", reason, make, held=held)
 
 
 def _index(name: str) -> Patch:
-    reason = "a plain tensor indexed by a DTensor takes this rank's part of the index"
+    reason = "a plain tensor indexed by a DTensor takes this rank's shard of the index"
     return _patch(f"mindspore.Tensor.{name}", reason, calling(entry_points.checked_index), held="inherited")
 
 
 def _operator(name: str, reflected: str) -> Patch:
     return _patch(
         f"mindspore.Parameter._base_type[Parameter].{name}",
-        "an operator between a plain parameter and a DTensor runs on this rank's part",
+        "an operator between a plain parameter and a DTensor runs on this rank's shard",
         calling(entry_points.reflected_operator, reflected=reflected),
         held="inherited",
     )
@@ -85,7 +85,7 @@ def _draw_like(name: str) -> Patch:
 
 
 def _optimizer(base: str) -> Patch:
-    reason = "optimizers that need whole parameters step on this rank's parts, the others mix plain and distributed"
+    reason = "optimizers that need full parameters step on this rank's shards, the others mix plain and distributed"
     return _patch(f"{base}.__call__", reason, calling(optimizers.optimizer_call), held="inherited")
 
 
@@ -124,7 +124,7 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.graph.api._PyNativeExecutor.grad",
             "inside ``coalesce_gradients`` nothing tells which backward is the outermost one, and nothing tells a "
-            "rank's part of a gradient from the whole",
+            "rank's shard of a gradient from the full one",
             autograd.counted_backward,
         ),
         _patch(
@@ -139,13 +139,13 @@ PATCHES = PatchSet(
         *map(_index, ("__getitem__", "__setitem__")),
         _patch(
             "mindspore.nn.Cell._call_custom_bprop",
-            "the ``bprop`` of a cell, as `ops.nanmean` is one, computes with this rank's parts",
+            "the ``bprop`` of a cell, as `ops.nanmean` is one, computes with this rank's shards",
             calling(entry_points.gathered_bprop),
             check=takes("self args kwargs"),
         ),
         _patch(
             "mindspore.common._grad_function._Function.apply",
-            "``forward`` and ``backward`` of a user's function get this rank's parts",
+            "``forward`` and ``backward`` of a user's function get this rank's shards",
             entry_points.gathered_apply,
             check=takes("cls args kwargs"),
         ),
@@ -158,20 +158,20 @@ PATCHES = PatchSet(
         ),
         _patch(
             "mindspore.Tensor.__init__",
-            "``Tensor(dtensor)`` is this rank's part",
+            "``Tensor(dtensor)`` is this rank's shard",
             calling(plain_tensors.checked_init),
             held="inherited",
         ),
         _patch(
             "mindspore.Tensor.assign_value",
-            "a plain parameter set to a DTensor becomes this rank's part",
+            "a plain parameter set to a DTensor becomes this rank's shard",
             calling(plain_tensors.checked_assign),
             check=takes("self value"),
         ),
         *(
             _patch(
                 f"mindspore.ops.operations.{primitive}.__call__",
-                "it writes uncounted, and to no view, which a whole parameter of a unit may be",
+                "it writes uncounted, and to no view, which an unsharded parameter of a unit may be",
                 calling(stand_ins.assigned, sign=sign),
                 check=takes("self variable value"),
             )
@@ -186,14 +186,14 @@ PATCHES = PatchSet(
         ),
         _patch(
             "mindspore.train.serialization._update_param",
-            "``load_param_into_net`` compares whole shapes with those of parts, and says nothing of parallel values",
+            "``load_param_into_net`` compares full shapes with those of shards, and says nothing of parallel values",
             calling(plain_tensors.checked_update),
             check=takes("param new_param strict_load"),
             required=False,
         ),
         _patch(
             "mindspore.train.serialization._convert_save_obj_to_param_list",
-            "``save_checkpoint`` writes this rank's part of a parameter, which other numbers of ranks cannot read",
+            "``save_checkpoint`` writes this rank's shard of a parameter, which other numbers of ranks cannot read",
             calling(plain_tensors.whole_values),
             check=takes("save_obj integrated_save append_dict choice_func"),
         ),

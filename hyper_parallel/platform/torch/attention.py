@@ -60,7 +60,7 @@ class _Calls(TorchFunctionMode):
         if not self._depth and kind is None and self._kept and not self._again:
             raise ValueError(
                 "context_parallel ended before backward, which recomputes attention under "
-                "torch.utils.checkpoint(use_reentrant=True): the recomputation would use this rank's part of the "
+                "torch.utils.checkpoint(use_reentrant=True): the recomputation would use this rank's shard of the "
                 "sequence alone. Call backward inside the context, or pass use_reentrant=False. Or use the style "
                 "ContextParallel for the attention modules in place of the context"
             )

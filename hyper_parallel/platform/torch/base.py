@@ -130,7 +130,7 @@ class TorchPlatform(
         return dense.reshape(tuple(shape)).to(self.device())
 
     def write_bytes(self, x: torch.Tensor, size: int, fill: Callable[[memoryview], None]) -> None:
-        """Write values into ``x`` that ``fill`` puts into a buffer; see `Platform.write_bytes`."""
+        """Overwrite ``x`` with the values that ``fill`` puts into a buffer; see `Platform.write_bytes`."""
         if x.device.type != "cpu" or not x.is_contiguous() or x.is_conj() or x.is_neg() or not x.numel():
             super().write_bytes(x, size, fill)
             return

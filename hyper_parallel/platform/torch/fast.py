@@ -55,7 +55,7 @@ _NODE = itemgetter(0)
 
 
 def _hooked(hooks: Mapping[int, Callable[[Tensor], Any]], gradient: Tensor) -> Tensor:
-    """Return a gradient after the tensor hooks of its parameter."""
+    """Apply the tensor hooks of a parameter to its gradient, and return the result."""
     with dispatching():
         for hook in tuple(hooks.values()):
             changed = hook(gradient)

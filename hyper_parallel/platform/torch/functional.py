@@ -33,7 +33,10 @@ _NOTHING: dict[str, Any] = {}
 
 
 def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
-    """Return handlers for these functions, which call the native functions' handlers. ``handlers`` contains both."""
+    """Return handlers for activations and softmaxes of `torch.nn.functional`.
+
+    They call the handlers of the native functions. ``handlers`` contains the handlers of all of these functions.
+    """
     return {
         **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},
         **{func: _softmax(native, handlers[native], handlers[func]) for func, native in _SOFTMAXES.items()},

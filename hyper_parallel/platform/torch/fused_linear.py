@@ -1,7 +1,7 @@
 """Linear layers fused with the collective before or after them in one operator of torch_npu, which overlaps the two.
 
-The backward of a fused operator is another one: that of the matmul with reduce-scatter is the all-gather with matmul,
-and vice versa. The limits in `applies` are those that torch_npu 2.13 documents for the plain forms without
+The backward of a fused operator is another fused operator. Matmul with reduce-scatter has all-gather with matmul as its
+backward, and vice versa. The limits in `applies` are those that torch_npu 2.13 documents for the plain forms without
 quantisation. The operators are npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base.
 
 Source: ``torch_npu/_op_plugin_docs.py``; Megatron-LM's sequence parallelism (Korthikanti et al. 2022).

@@ -75,7 +75,7 @@ def _list_types(module: str) -> Patch:
 
 
 def _loss(name: str) -> Patch:
-    reason = "plain logits of a column-parallel head, this rank's part of the classes, are taken for all of them"
+    reason = "plain logits of a column-parallel head, this rank's shard of the classes, are taken for all of them"
     return _optional(f"torch.nn.functional.{name}", reason, class_losses.whole_classes_only)
 
 
@@ -97,7 +97,7 @@ def _lightning(package: str) -> Patch:
 
 
 def _whole_states(name: str, function: Callable, parameters: str) -> Patch:
-    reason = "``set_optimizer_state_dict`` with ``full_state_dict=True`` leaves whole plain state next to shards"
+    reason = "``set_optimizer_state_dict`` with ``full_state_dict=True`` leaves full plain state next to shards"
     check = takes(parameters)
     return _patch(f"{_STATES}.{name}", reason, calling(function), check=check, everywhere=True, after=_STATES)
 
@@ -202,7 +202,7 @@ PATCHES = PatchSet(
         ),
         _patch(
             "torch.nn.Module._load_from_state_dict",
-            "``load_state_dict(assign=True)`` of whole tensors takes the parameters of a module out of its plan",
+            "``load_state_dict(assign=True)`` of full tensors takes the parameters of a module out of its plan",
             calling(checkpoints.assign_distributed),
             check=takes(f"self {_OF_STATE}"),
         ),
@@ -279,7 +279,7 @@ PATCHES = PatchSet(
         ),
         _patch(
             f"{_DYNAMO}.variables.torch.get_overridable_functions",
-            "in compiled code a loss of distributed logits is that of this rank's part of the classes",
+            "in compiled code a loss of distributed logits is that of this rank's shard of the classes",
             class_losses.both_overridable,
             check=takes(""),
             after=f"{_DYNAMO}.variables.torch",

@@ -14,7 +14,10 @@ def grouped_attention(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def fused_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """Return grouped attention with one weight for query, key and value. The split by proportion also fits a shard."""
+    """Return grouped attention with one weight for query, key and value.
+
+    The output is split by proportion, so that the code also fits a shard.
+    """
     qkv = module.wqkv(x)
     every = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
     sizes = [qkv.shape[-1] * heads // sum(every) for heads in every]

@@ -39,8 +39,11 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """Call ``function`` on plain tensors, which returns ``(loss, value)``. Return the value, and the gradients of the
-    loss by the arguments; None for arguments that are not floating point."""
+    """Call ``function`` on plain tensors; it returns ``(loss, value)``.
+
+    Return the value, and the gradients of the loss with respect to the arguments. The gradient is None for arguments
+    that are not floating point.
+    """
     inputs = [tensor(a) for a in arrays]
     floating = tuple(i for i, a in enumerate(arrays) if np.issubdtype(a.dtype, np.floating))
     values: list[Any] = []
@@ -87,7 +90,10 @@ def model_value_and_grads(
 def second_order(
     function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Return the gradient by each argument of ``combine(gradients)``, a scalar of the gradients of ``function``."""
+    """Return the gradient of ``combine(gradients)`` with respect to each argument.
+
+    ``combine`` returns a scalar of the gradients of ``function``.
+    """
     places = tuple(range(len(arrays)))
 
     def outer(*xs: Any) -> Any:
@@ -682,7 +688,7 @@ def _own_inverse() -> ops.Custom:
 
 
 def unruled(x: Any) -> Any:
-    """Apply a user-defined operation, for which the library cannot have a rule. It has one for MindSpore's inverse."""
+    """Apply a user-defined inverse, for which the library has no rule. It has a rule for MindSpore's inverse."""
     return _own_inverse()(x)
 
 

@@ -73,8 +73,9 @@ class Adapter(Protocol):
     ) -> tuple[Any, list[np.ndarray | None]]:
         """Call ``function`` on plain tensors made of ``arrays``; it returns ``(loss, value)``.
 
-        Returns the value, and the gradients of the loss by the arguments. An unused argument has zeros as gradient. The
-        gradient is None for arguments that are not floating point."""
+        Returns the value, and the gradients of the loss with respect to the arguments. An unused argument has zeros as
+        gradient. The gradient is None for arguments that are not floating point.
+        """
 
     def model_value_and_grads(
         self, module: Module, function: Callable[[Any], Any], array: np.ndarray
@@ -87,8 +88,10 @@ class Adapter(Protocol):
     def second_order(
         self, function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
-        """Return the gradient by each argument of ``combine(gradients)``, a scalar. The gradients are those of
-        ``function``, a loss of plain tensors."""
+        """Return the gradient of ``combine(gradients)`` with respect to each argument.
+
+        The gradients are those of ``function``, a loss of plain tensors, and ``combine`` returns a scalar.
+        """
 
     def sgd(self, module: Module, rate: float) -> Callable[[dict[str, Any]], None]:
         """Return a function that takes a step of the framework's SGD with the gradients of `model_value_and_grads`."""

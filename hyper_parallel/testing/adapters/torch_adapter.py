@@ -38,8 +38,11 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """Call ``function`` on plain leaf tensors; it returns ``(loss, value)``. Return the value, and the gradients of the
-    loss by the arguments; None for arguments that are not floating point."""
+    """Call ``function`` on plain leaf tensors; it returns ``(loss, value)``.
+
+    Return the value, and the gradients of the loss with respect to the arguments. The gradient is None for arguments
+    that are not floating point.
+    """
     leaves = [tensor(a) for a in arrays]
     for leaf in leaves:
         if leaf.is_floating_point():
@@ -65,7 +68,10 @@ def model_value_and_grads(
 def second_order(
     function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """Return the gradient by each argument of ``combine(gradients)``, a scalar of the gradients of ``function``."""
+    """Return the gradient of ``combine(gradients)`` with respect to each argument.
+
+    ``combine`` returns a scalar of the gradients of ``function``.
+    """
     leaves = [tensor(a).requires_grad_(True) for a in arrays]
     combine(*torch.autograd.grad(function(*leaves), leaves, create_graph=True)).backward()
     return [x.grad.cpu().numpy() for x in leaves]

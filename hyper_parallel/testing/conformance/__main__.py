@@ -74,11 +74,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def backend_of(name: str) -> Platform:
-    """Return the name of the tested backend. Check that it is registered under the name in its class.
+    """Return the tested backend. Check that it is registered under the name in its class.
 
     Raises:
-        PlatformError: when it is not known, cannot run here, or is registered under another name: a program that
-            chooses it by the name that it reports would get another backend, or none.
+        PlatformError: when it is not known, cannot run here, or is registered under another name. A program that
+            chooses a backend by its own name would then get another backend, or none.
     """
     backend = get_platform(name)
     try:

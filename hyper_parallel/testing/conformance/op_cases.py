@@ -31,9 +31,9 @@ class Case:
     """One call: ``run(adapter, *operands)`` returns a tensor or a sequence of tensors.
 
     Attributes:
-        name: for messages.
+        name: name of the case in messages.
         operands: shape of each operand, or `Ints` or `Mask`.
-        run: the call.
+        run: function that makes the call.
     """
 
     name: str

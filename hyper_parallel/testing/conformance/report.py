@@ -33,16 +33,16 @@ class Report:
 
     Attributes:
         backend: name of the backend.
-        device_type: of its meshes.
-        comm_backend: the communication backend of its groups.
-        adapter: module that gave its framework to the checks.
-        versions: of the library, Python, NumPy and the framework.
-        world_sizes: of the checks that were asked for.
-        complete: whether all checks were asked for.
-        groups: by name of their file.
-        failures: one for each failed check.
-        skip_reasons: reason -> how many checks.
-        seconds: that it took.
+        device_type: device type of its meshes.
+        comm_backend: communication backend of its groups.
+        adapter: name of the adapter module.
+        versions: versions of the library, Python, NumPy and the framework.
+        world_sizes: requested numbers of ranks.
+        complete: whether all checks were requested.
+        groups: groups of checks, by the name of their file.
+        failures: one entry for each failed check.
+        skip_reasons: reason -> number of skipped checks.
+        seconds: duration of the run.
     """
 
     backend: str

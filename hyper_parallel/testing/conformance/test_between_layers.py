@@ -122,7 +122,10 @@ def test_keys_and_values_of_a_latent(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def read_by_some(mesh: Any) -> None:
-    """Check an output of which each rank multiplies only its own features: all features, or the last few."""
+    """Check a replicated output that is multiplied by each rank's shard of features.
+
+    All its features are read, or the last few.
+    """
     adapter = get_adapter()
 
     def loss_of(model: Any) -> Any:

@@ -140,7 +140,7 @@ def test_which_module(pool: Any, tmp_path: Path) -> None:
 
 @spmd.on_mesh()
 def only_what_it_needs(mesh: Any, directory: str) -> None:
-    """Check that each rank can load from a copy in which all bytes that it does not need are destroyed."""
+    """Check that each rank can load from a copy in which only the bytes that it needs are intact."""
     adapter, ranks = get_adapter(), Collective(mesh)
     whole = np.arange(60, dtype=np.float32).reshape(10, 6) + 1
     kinds = [Replicate(), Shard(0), Shard(1), PackedShard(0, (6, 4))]

@@ -103,7 +103,10 @@ def test_one_batch(pool: Any, world_size: int, how: str, rows: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def on_two_dimensions(mesh: Any, rows: int) -> None:
-    """Check that dropout of activations that are equal on all tensor-parallel ranks drops the same elements there."""
+    """Check dropout of activations that are equal on all tensor-parallel ranks.
+
+    It drops the same elements on these ranks.
+    """
     dp = mesh["dp"]
 
     def shard(model: Any) -> Any:
@@ -167,7 +170,7 @@ def test_between_styled_modules(pool: Any, how: str, seeded: bool) -> None:
 def own_parts(mesh: Any, how: str) -> None:
     """Check data-parallel ranks with separate seeds.
 
-    For its batch, all tensor-parallel ranks draw the numbers of a single device with that seed.
+    All tensor-parallel ranks with one batch draw the numbers that a single device draws with the seed of that batch.
     """
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     rank = dp.get_local_rank()

@@ -429,7 +429,10 @@ def test_parameters_that_change_between_steps(pool: Any, world_size: int) -> Non
 
 @spmd.on_mesh()
 def changed_in_between(mesh: Any) -> None:
-    """Check a replicated tensor that is written between reads by consumers that share one cached view."""
+    """Check a replicated tensor with several consumers, which share one cached view.
+
+    The tensor is written between their reads.
+    """
     adapter, platform = get_adapter(), get_platform()
     whole, weight, add = floats(5, 6), floats(6), floats(6) * 0.5
 

@@ -40,14 +40,15 @@ class Case(NamedTuple):
     """How a model is trained.
 
     Attributes:
-        shape: of the mesh ("rest", "ep"); rest is of one rank where data parallelism has the ranks of the experts.
+        shape: shape of the mesh ("rest", "ep"). "rest" has one rank if data parallelism uses the ranks of the experts.
         how: ``"fully_shard"`` or ``"replicate"``.
-        by_index: how experts are called.
-        one_batch: the batch is a DTensor.
+        by_index: whether experts are called with indices, or else with sorted tokens.
+        one_batch: whether the batch is a DTensor.
         accumulate: ``"sum"``: each step has two backward passes; ``"keep"``: the first of them sends no gradients.
-        optimizer: of the adapter.
-        dtype: of all parameters.
-        tp: names of the way in which the experts lie to tensor parallelism; then the mesh is ("dp", "tp").
+        optimizer: name of an optimizer of the adapter.
+        dtype: dtype of all parameters.
+        tp: ``"common"``, ``"inside"`` or ``"sequence"``: placement of tokens and experts under tensor parallelism. Then
+            the mesh is ("dp", "tp").
     """
 
     shape: tuple[int, int]
@@ -89,11 +90,11 @@ def near(got: Any, wanted: Any, what: str, tolerance: float, part: Any = ...) ->
     tensor.
 
     Args:
-        got: tensor; of a DTensor this rank's part is compared.
-        wanted: plain tensor.
-        what: names it in messages.
-        tolerance: of norms.
-        part: index of this rank's part.
+        got: tensor; of a DTensor this rank's shard is compared.
+        wanted: full plain tensor.
+        what: name of the tensor in messages.
+        tolerance: maximum relative difference of norms.
+        part: index of this rank's shard in ``wanted``.
     """
     adapter = get_adapter()
     if isinstance(got, DTensor):
@@ -185,9 +186,9 @@ class Run:
 
     Args:
         model: the model.
-        mine: the index of this rank's sequences.
-        dp: the mesh over which a batch is distributed; None for plain ones.
-        share: a number by which losses are divided.
+        mine: index of this rank's sequences in the batch.
+        dp: mesh over which a batch is distributed; None for plain batches.
+        share: divisor of losses.
     """
 
     def __init__(self, model: Any, mine: Any, dp: Any, share: int) -> None:

@@ -198,8 +198,10 @@ def test_experts_alone(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
 def one_tensor(mesh: Any, by_index: bool) -> None:
-    """Check one program for all ranks, whose tensors are sharded over both mesh dimensions or over that of the
-    experts."""
+    """Check one program for all ranks.
+
+    Its tensors are sharded over both mesh dimensions, or over the dimension of the experts.
+    """
     adapter, count, ep = get_adapter(), 3, mesh["ep"]
     rng, numbers = np.random.default_rng(9), np.array([4, 0, 3])
     x, weights = (rng.standard_normal((7, FEATURES)) for _ in range(2))

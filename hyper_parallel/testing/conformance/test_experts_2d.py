@@ -37,9 +37,9 @@ class Way(NamedTuple):
     """Placements of experts and tokens on the mesh ("dp", "tp").
 
     Attributes:
-        over: dimensions of the mesh that the experts lie over; several are flattened.
+        over: mesh dimensions that shard the experts; several are flattened.
         style: arguments of the style.
-        around: data parallelism over dp.
+        around: function that applies data parallelism over dp, or None.
         shards: whether a rank has a shard of the tokens of its data-parallel rank.
         sent: number of exchanges in forward, and of all-reduces in forward and in backward.
     """

@@ -23,7 +23,7 @@ class Model:
     """An `Mlp` whose layers each store an auxiliary loss of their weight as an attribute.
 
     Args:
-        aside: tensor of the sum of a layer's auxiliary loss, of its weight and its input.
+        aside: ``aside(x, weight)`` returns the tensor from which a layer's auxiliary loss is computed.
     """
 
     def __init__(self, mesh: Any, aside: Callable[[Any, Any], Any]) -> None:
@@ -116,8 +116,8 @@ def test_auxiliary_losses(pool: Any, world_size: int, name: str, reshard: bool) 
 def detached(mesh: Any) -> bool:
     """Check an auxiliary loss of a detached weight. Return whether it was refused.
 
-    The loss also has a tensor that is no argument of the module. In a second case it has only that tensor, and no
-    parameter has a gradient.
+    The loss also depends on a tensor that is no argument of the module. In a second case it depends on that tensor
+    alone, and no parameter has a gradient.
     """
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     beside: list[Any] = []

@@ -283,7 +283,7 @@ def taken_out(mesh: Any) -> Any:
 
 
 def test_a_sample_that_is_taken_out(pool: Any) -> None:
-    """Check that one data-parallel rank gets the sample in the row-parallel module, as for any batch."""
+    """Check that the row-parallel module shards the gathered batch again: one data-parallel rank gets the sample."""
     for seen in pool.run(4, taken_out):
         assert seen["forward"] == {"all_gather": 2, "all_reduce": 1}
 
@@ -318,7 +318,7 @@ def test_tensor_parallel_labels(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def not_parts(mesh: Any) -> None:
-    """Check the refusal of tensors that are no shard of the batch: without data parallelism, all are refused."""
+    """Check the refusal of DTensors that are no shard of the batch. Without data parallelism, all are refused."""
     adapter = get_adapter()
     x = adapter.tensor(np.ones((4, 6), np.float32))
 

@@ -30,7 +30,7 @@ FEATURES = 6
 
 
 def batches(mesh: Any, count: int) -> list[tuple[Any, Any]]:
-    """Return the batches of all ranks, each with this rank's part."""
+    """Return global batches, each with this rank's shard of it."""
     rank = mesh.get_local_rank(0)
     xs = np.random.default_rng(1).standard_normal((count, mesh.size() * ROWS, FEATURES)).astype(np.float32)
     return [(x, x[rank * ROWS : (rank + 1) * ROWS]) for x in xs]

@@ -32,8 +32,10 @@ OF_THE_WAY = 1e-3
 
 
 def near(got: Any, wanted: Any, what: str, tolerance: float, measure: Any = None) -> None:
-    """Raise AssertionError unless the norm of the difference is small relative to that of ``measure``, or
-    ``wanted``."""
+    """Raise AssertionError unless the difference is small relative to ``measure``, or to ``wanted`` if that is None.
+
+    Sizes are norms.
+    """
     got, wanted = np.asarray(got, np.float64), np.asarray(wanted, np.float64)
     assert got.shape == wanted.shape, what
     error = np.linalg.norm(got - wanted)

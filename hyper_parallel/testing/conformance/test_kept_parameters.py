@@ -85,7 +85,7 @@ class Kept(Trained):
             self.sharded.reshard()
 
     def copy(self, seed: int) -> None:
-        """Check the same for a copy, which has separate parameters."""
+        """Check saved aliases of a copy, which has separate parameters."""
         other = copy.copy(self)
         other.taken, other.sharded = [], copy.deepcopy(self.sharded)
         other.take("of a copy")

@@ -90,8 +90,10 @@ def count(comm: CommDebugMode) -> int:
 
 @spmd.on_mesh()
 def cross_entropy(mesh: Any, vocabulary: int) -> list[tuple[int, int, int]]:
-    """Check all cases. Return for each the collectives in forward, in forward and backward, and of the function
-    form."""
+    """Check all cases.
+
+    Return for each case three numbers of collectives: in forward, in forward and backward, and in the function form.
+    """
     adapter, counts = get_adapter(), []
     for before, behind, reduction, smoothing, weights, soft in CASES:
         what = f"{before} {behind} {reduction} {smoothing} {weights} {soft}"

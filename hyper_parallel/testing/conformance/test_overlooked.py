@@ -134,7 +134,7 @@ def test_write_between_two_layers(pool: Any, world_size: int, shape: tuple[int, 
 # ---------------------------------------------------------------------- reductions
 @spmd.on_mesh()
 def tied(mesh: Any, op: str, target: Any) -> None:
-    """Check that ranks with equal largest values get equal parts of its gradient, for any number of ranks."""
+    """Check that ranks whose largest values are equal get equal parts of the gradient, for any number of ranks."""
     adapter = get_adapter()
     size, rank = mesh.size(), mesh.get_local_rank()
     parts = np.random.default_rng(1).integers(-1, 2, (size, 5, 4)).astype(np.float32)

@@ -233,7 +233,7 @@ def test_gradients_left_as_summands(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def summands_of_a_style(mesh: Any) -> tuple[np.ndarray, dict[str, int]]:
-    """Check a column-parallel layer with such a DTensor as input, also on its fast path.
+    """Check a column-parallel layer whose input has ``grad_placements=[Partial()]``, also on its fast path.
 
     Each rank keeps the partial gradient from its own output features.
     """

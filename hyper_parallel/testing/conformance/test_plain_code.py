@@ -78,11 +78,11 @@ class Case:
     """A program and the expected finding.
 
     Attributes:
-        run: ``run(module, x, adapter)``. The line that is to be found ends in ``# found``; else it is the only one.
-        kind: of the finding, None for a right program.
-        words: of its text and remedy.
-        plan, modules: of the model.
-        shape: of its input.
+        run: ``run(module, x, adapter)``. The wrong line ends in ``# found``, unless it is the only line.
+        kind: kind of the finding; None for a right program.
+        words: words in the text and the remedy of the finding.
+        plan, modules: plan and modules of the model.
+        shape: shape of the input.
     """
 
     run: Callable[..., Any]
@@ -211,7 +211,7 @@ def routed(module: Any, x: Any, a: Any) -> Any:
 
 
 def gathered_rows(module: Any, x: Any, a: Any) -> Any:
-    """The same tokens through a layer that gathers them rank by rank, which changes their order."""
+    """The tokens of a sequence shard through a layer that gathers them rank by rank, which changes their order."""
     y = module.norm(module.down(a.relu(module.up(x))))
     rows = a.reshape(y, (-1, 8))
     return x + a.reshape(a.call(module.router, rows), tuple(x.shape))  # found
@@ -268,7 +268,7 @@ WRONG = {
     "nonlinear function of summands": Case(lambda m, x, a: a.relu(a.sum(m.up(x), -1)), "sum", ("sum over ranks",)),
     "product of summands": Case(lambda m, x, a: a.square(a.sum(m.up(x), -1)), "sum", ("linear",)),
     "first token": Case(forgotten, "whole", ("(2, 2, 8) of (2, 4, 8)",), BY_SEQUENCE, SEQUENCE),
-    "positions": Case(positions, "gradient", ("(2, 8)", "this rank's part"), BY_SEQUENCE, SEQUENCE),
+    "positions": Case(positions, "gradient", ("(2, 8)", "this rank's shard"), BY_SEQUENCE, SEQUENCE),
     "joined": Case(lambda m, x, a: m.down(a.cat((m.up(x), m.up(x)), -1)[..., :12]), "whole", ("dimension 2",)),
     "layer without a style": Case(
         lambda m, x, a: a.call(m.next, m.up(x)), "mixed", ("(8, 12)", "RowwiseParallel()"), {"up": C()}, NEXT

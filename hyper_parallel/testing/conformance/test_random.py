@@ -218,7 +218,7 @@ def apart(mesh_shape: tuple[int, ...]) -> None:
 
 
 def spmd_equal(mesh: Any, x: Any) -> bool:
-    """Return whether ranks that hold the same part of ``x`` hold the same numbers."""
+    """Return whether ranks that hold the same shard of ``x`` hold the same numbers."""
     adapter, layout = get_adapter(), x.redistribute(placements=x._layout.cotangent.placements)._layout
     local = adapter.numpy(x.redistribute(placements=layout.placements).to_local())
     for mesh_dim, placement in enumerate(layout.placements):

@@ -27,8 +27,10 @@ BROUGHT_TO = [None, R, S0]
 
 
 def parts_of(x: np.ndarray, layout: Any) -> tuple[np.ndarray, int]:
-    """Return this rank's local tensor of ``x``, with different partial values, and the number of ranks averaged
-    over."""
+    """Return this rank's local tensor of ``x``, and the number of ranks over which it is averaged.
+
+    Partial values differ between ranks.
+    """
     mesh, rng, count = layout.mesh, np.random.default_rng(3), 1
     mine = x
     for mesh_dim, placement in enumerate(layout.placements):
@@ -90,7 +92,7 @@ def test_leaf(pool: Any, mesh: tuple[int, ...], shape: tuple[int, int]) -> None:
 def run_chosen(mesh_shape: tuple[int, ...], ops: tuple[str, ...]) -> None:
     """Check extreme values and products.
 
-    Each rank's gradient is separate, so the plain program has a leaf for each rank.
+    Each rank gets a gradient of its own value. So the plain program has one leaf for each rank's value.
     """
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:

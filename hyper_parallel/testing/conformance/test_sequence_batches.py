@@ -363,7 +363,10 @@ def test_wrong_modules(pool: Any) -> None:
 
 @spmd.on_mesh(2, 2, names=("cp", "other"))
 def distributed_heads(mesh: Any) -> None:
-    """Check that DTensors on the mesh of the sequence are treated as outside of the context."""
+    """Check DTensors whose mesh contains the mesh of `context_parallel`.
+
+    Attention treats them as outside of the context.
+    """
     if not tells_of_attention(mesh["cp"]):
         return
     adapter = get_adapter()

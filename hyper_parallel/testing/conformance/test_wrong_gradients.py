@@ -63,8 +63,8 @@ class Report:
     Attributes:
         run: ``run(module, x, adapter)``.
         outcome: see `hyper_parallel.testing.fuzz.plain_code.KINDS`.
-        word: in the finding, or in the error.
-        plan, modules: of the model.
+        word: word in the text of the finding or the error.
+        plan, modules: plan and modules of the model.
     """
 
     run: Callable[..., Any]

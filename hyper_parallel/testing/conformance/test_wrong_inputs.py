@@ -112,7 +112,7 @@ def test_a_forgotten_partner_is_named(pool: Any, world_size: int) -> None:
     results = pool.run(world_size, forgotten)
     assert all(result[:6] == results[0][:6] for result in results)
     *named, distributed = results[0]
-    assert "this rank's part" not in distributed[1]
+    assert "with this rank's shard" not in distributed[1]
     for i, (kind, message) in enumerate(named):
         if world_size == 1:
             assert kind == "nothing", message

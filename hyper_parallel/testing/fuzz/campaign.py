@@ -36,7 +36,10 @@ class Outcome:
 
 
 def references(programs: list[Any], family: str) -> list[Any]:
-    """Run this rank's share of the programs on a single device, and return the results. A number stands for a seed."""
+    """Run this rank's share of the programs on a single device, and return the results.
+
+    A program may be given by its seed, a number.
+    """
     known = FAMILIES[family]
     return [known.on_one_device(known.generate(p) if isinstance(p, int) else p) for p in programs[spmd.rank :: RANKS]]
 

@@ -239,8 +239,10 @@ class Exchange:
         raise OutOfStepError(problem)
 
     def _swap(self, what: str, content: bytes, ranks: Sequence[int], may_differ: bool = False) -> list[Any]:
-        """Return the content of each of ``ranks`` in the collective ``what``. With ``may_differ``, a rank in another
-        collective has None."""
+        """Exchange ``content`` between ``ranks``, and return the content of each rank.
+
+        ``what`` names the collective. With ``may_differ``, the result is None for a rank that is in another collective.
+        """
         if self.problem:
             raise OutOfStepError(self.problem)
         region = sum(1 << rank for rank in ranks)

@@ -38,12 +38,12 @@ class Family:
 
 
 def limits() -> Limits:
-    """Return the limits of chains of operations for the framework in use."""
+    """Return the features that chains of operations may use with the framework in use."""
     return Limits(**get_adapter().FUZZ_LIMITS)
 
 
 def training_limits() -> training_programs.TrainingLimits:
-    """Return the limits of training programs for the framework in use."""
+    """Return the features that training programs may use with the framework in use."""
     return training_programs.TrainingLimits(**get_adapter().TRAINING_LIMITS)
 
 

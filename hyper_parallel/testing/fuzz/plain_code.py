@@ -1,9 +1,9 @@
-"""Random programs with plain code between styles, and plans with one entry changed: `check_plain_code` on trial.
+"""Random programs with plain code between styles, and plans with one entry changed, to test `check_plain_code`.
 
 Each program runs on one device, and on ranks under `check_plain_code`. It is wrong if the output, or a gradient of a
-parameter or the input, differs. The outcome is that the check finds the fault, misses it, or gives a false alarm:
-``python -m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` asks `check_plan` too, which
-proves and executes: a wrong program that it calls right is printed as ``unseen``.
+parameter or the input, differs. The check finds the fault, misses it, or gives a false alarm. The command is ``python
+-m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` asks `check_plan` too, which proves and
+executes: a wrong program that it calls right is printed as ``unseen``.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _model(run: Callable[[Any, Any, Any], Any], layers: dict[str, tuple[int, int
 
 
 def program_of(seed: int) -> tuple[list[str], str]:
-    """Return the steps and the end of a seed. Two thirds of the seeds have only right steps and ends."""
+    """Return the steps and the end of the program of a seed. Two thirds of the seeds have only right steps and ends."""
     draw = random.Random(seed)
     names, ends = list(STEPS), list(ENDS)
     good = seed % 3 != 0
@@ -260,8 +260,10 @@ def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
 
 @spmd.on_mesh(names=("tp",))
 def checked(mesh: Any, seeds: Sequence[int]) -> list[Any]:
-    """Return the findings of `check_plan` about the program of each seed on this rank, None for a refused program. Its
-    sample and its loss are others than those of `classify`."""
+    """Return the findings of `check_plan` about the program of each seed on this rank, None for a refused program.
+
+    The sample and the loss differ from those of `classify`.
+    """
     found: list[Any] = []
     for seed in seeds:
         sample = get_adapter().tensor(np.random.default_rng(seed).standard_normal(SHAPE).astype(np.float32))

@@ -118,7 +118,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of programs for a framework.
+    """Features that random programs may use with one framework.
 
     Attributes:
         writes_with_gradients: whether a program may have both in-place writes and gradients.

@@ -137,8 +137,10 @@ def _off_zero(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
 
 
 def _clear_extreme(sign: int) -> Callable[..., tuple | None]:
-    """Return a function that chooses a dimension whose largest element rounding cannot change; smallest with ``sign``
-    -1."""
+    """Return a function that chooses a dimension along which rounding cannot change the largest element.
+
+    With ``sign`` -1, it looks at the smallest element.
+    """
 
     def choose(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
         args = _full_dim(rng, x)
@@ -491,8 +493,10 @@ _add(
 
 
 def _small_and_dim(rng: np.random.Generator, x: np.ndarray) -> tuple | None:
-    """Choose a dimension for an exponential, if numbers are small. Some frameworks do not subtract the maximum
-    first."""
+    """Choose the dimension of logsumexp.
+
+    None if numbers are so large that ``exp`` could overflow, because some frameworks do not subtract the maximum first.
+    """
     return None if np.abs(x).max(initial=0.0) > (10 if x.dtype == np.float16 else 80) else _full_dim(rng, x)
 
 

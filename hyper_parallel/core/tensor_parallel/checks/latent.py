@@ -65,9 +65,10 @@ class Latents:
         self._known: dict[str, _Siblings] = {}
 
     def of(self, path: str, inputs: int) -> Latent | None:
-        """Return the layer next to a projection whose output contains the projection's input and more features.
+        """Return the layer whose output contains the input of a projection, and more features.
 
-        No layer may take the full output. The result is None if no layer or several layers fit.
+        Both layers have one parent. No layer may take the full output. The result is None if no layer or several layers
+        fit.
 
         Args:
             path: path of the projection.

@@ -24,7 +24,7 @@ _POSITIONS = "each position needs all others, and one function reads all weights
 
 
 def check_whole(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError for a style that shards a module which needs all of its weights or positions on each rank.
+    """Raise ValueError if a style shards a module that needs all of its weights or positions on each rank.
 
     Raises:
         ValueError: for such a style. The message names the module, the reason and the style that computes it in full.
@@ -44,7 +44,7 @@ def check_whole(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh)
 
 
 def _is_part_of_layer(path: str, module: Any, modules: dict[str, Any], mesh: DeviceMesh) -> bool:
-    """Return whether a recurrent layer has the module for its own use, as MindSpore's layers have."""
+    """Return whether the module is a part of a recurrent layer, as MindSpore's recurrent layers have parts."""
     platform = mesh.platform
     if not path or platform.is_linear_module(module) or recurrent_kind(module, platform):
         return False

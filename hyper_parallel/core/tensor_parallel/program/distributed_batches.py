@@ -41,7 +41,7 @@ class OtherMeshError(ValueError):
 def run_on_parts(
     run: Callable[..., Any], module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, error: OtherMeshError
 ) -> Any:
-    """Run a module on this rank's part of inputs that are distributed over mesh dimensions outside of ``mesh``.
+    """Run a module on this rank's shard of inputs that are distributed over mesh dimensions outside of ``mesh``.
 
     Args:
         run: function that calls the module with inputs as the style takes them.
@@ -96,7 +96,7 @@ def convert_part(
     Args:
         x: DTensor on other mesh dimensions, and possibly on ``mesh`` too.
         mesh: mesh of the style.
-        convert: function from this rank's part, a plain tensor or a DTensor on ``mesh``, to a DTensor on ``mesh``.
+        convert: function from this rank's shard, a plain tensor or a DTensor on ``mesh``, to a DTensor on ``mesh``.
         localize: function from the result of ``convert`` to a plain tensor; None keeps the DTensor.
         what: name of the tensor in messages.
         error: the error to raise if ``x`` is not distributed outside of ``mesh``, or is partial there.
@@ -156,8 +156,10 @@ _SPLITS: Table = Table(_split, 1 << 12, "layouts outside of the meshes of styles
 
 
 def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
-    """Return the layout, outside ``mesh``, of the first input that is sharded along all dimensions there; None without
-    one."""
+    """Return the layout of the batch on the mesh dimensions outside of ``mesh``; None if no input is a batch.
+
+    The batch is the first input that all these mesh dimensions shard, along one tensor dimension.
+    """
     for x in inputs:
         split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) else None
         if split is not None:
@@ -221,7 +223,10 @@ def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
 
 
 def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
-    """Cache the ``part`` of ``x`` on ``mesh``, so that modules that read ``x`` share one reduction of its gradient."""
+    """Cache ``part``, the shard of ``x`` that a style on ``mesh`` takes.
+
+    Modules that read ``x`` then share one reduction of its gradient.
+    """
     with mesh.platform.no_dispatch():
         mesh.platform.write_cache(x, (_PART, mesh), part)
 
@@ -240,8 +245,10 @@ def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
 
 
 def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int]) -> Any:
-    """Return ``local``, or the DTensor on ``mesh`` with this local tensor and the placement ``own``, if that is not
-    None."""
+    """Return ``local`` as the local tensor of a DTensor on ``mesh`` with the placement ``own``.
+
+    Return ``local`` itself if ``own`` is None.
+    """
     return local if own is None else DTensor._of_part(local, get_layout(mesh, (own,), shape))
 
 
@@ -280,7 +287,7 @@ def _result(y: Any, batch: Layout, mesh: DeviceMesh, name: str) -> Any:
 
 
 def _whole(y: Any, outside: Layout, mesh: DeviceMesh, what: str) -> Any:
-    """Return the DTensor on the mesh of ``outside`` whose local part is ``y``.
+    """Return the DTensor on the mesh of ``outside`` whose local tensor is ``y``.
 
     Args:
         y: plain tensor, or a DTensor on ``mesh``.

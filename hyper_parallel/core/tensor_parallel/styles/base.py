@@ -79,7 +79,7 @@ class ParallelStyle(ABC):
         """Parallelise ``module`` in place over a mesh and return it.
 
         Raises:
-            ValueError: for a mesh with several dimensions if the style needs a 1-D mesh, or a style `check` refuses.
+            ValueError: if the style needs a 1-D mesh and the mesh has several dimensions, or if `check` raises.
         """
         mesh = resolve_mesh(device_mesh, f"{type(self).__name__}.apply")
         bind_platform(mesh.platform)
@@ -223,7 +223,7 @@ class ModuleStyle(ParallelStyle):
         return tuple(new), kwargs
 
     def _prepared(self, module: Any, x: Any, i: int, what: str, mesh: DeviceMesh) -> Any:
-        """Return the converted input. In the first call ranks compare a plain one that all of them have."""
+        """Return the converted input. In the first call, ranks compare a plain input that must be equal on all."""
         whole = self.input_layouts[i] is _WHOLE and not isinstance(x, DTensor)
         if whole and what not in vars(module).get(COMPARED, ()):
             compare_input(x, mesh, what, module)

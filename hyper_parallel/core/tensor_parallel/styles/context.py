@@ -80,7 +80,7 @@ class ContextParallel(ParallelStyle):
             if not parts.called:
                 raise ValueError(
                     f"{name} has the style {self!r}, but its forward called no supported attention function. "
-                    "Attention composed of other operations sees this rank's part of the sequence alone. Call "
+                    "Attention composed of other operations sees this rank's shard of the sequence alone. Call "
                     "scaled_dot_product_attention in the module, or name the module that calls it in the plan"
                 )
             return y

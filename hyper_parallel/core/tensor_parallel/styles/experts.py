@@ -107,13 +107,13 @@ class ExpertParallel(ModuleStyle):
         if self.inside is not None and (tp_dim is None or self.input_layout is not Replicate()):
             raise ValueError(
                 f"{name}(inside=...): ranks with shards of one expert need the same tokens: pass tp_dim and "
-                "input_layout=Replicate(). For shards of a sequence, leave inside out, and apply the style to a mesh "
+                "input_layout=Replicate(). For shards of a sequence, pass inside=None, and apply the style to a mesh "
                 "that includes the dimension"
             )
         for key, placement in (self.inside or {}).items():
             if not isinstance(placement, Shard) or not placement.dim:
                 raise ValueError(
-                    f"{name}(inside=...) shards each expert, (experts, ...), along a dimension other than the first, "
+                    f"{name}(inside=...) shards parameters (experts, ...) along a dimension other than the first, "
                     f"got {placement!r} for {key!r}"
                 )
         self.tp_dim, self.count_attribute = tp_dim, count_attribute
@@ -178,7 +178,7 @@ class ExpertParallel(ModuleStyle):
         if self.inside is not None and not mesh.is_beside(tp):
             raise ValueError(
                 f"{self!r} is applied to {mesh}, which has the dimension {self.tp_dim!r}. Ranks along this dimension "
-                "hold different experts, and cannot also shard each expert: leave inside out, or apply the style to "
+                "hold different experts, and cannot also shard each expert: pass inside=None, or apply the style to "
                 "other dimensions"
             )
         return tp

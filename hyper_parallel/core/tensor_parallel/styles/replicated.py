@@ -142,7 +142,9 @@ class NoParallel(ModuleStyle):
         platform, is_whole = mesh.platform, self.input_layout is Replicate()
 
         def alike(module: Any, *args: Any, **kwargs: Any) -> Any:
-            """Run the forward, in which plain tensors are equal on all ranks: initial states, masks, further inputs."""
+            """Run the forward such that plain tensors count as equal on all ranks: initial states, masks, further
+            inputs.
+            """
             given = [] if is_whole else tensors_in((args, kwargs), platform)
             if any(not isinstance(x, DTensor) and len(x.shape) for x in given):
                 return forward(module, *args, **kwargs)
@@ -158,5 +160,5 @@ class NoParallel(ModuleStyle):
             features = linear_sizes(module, device_mesh.platform)[1]
             if read > features:
                 raise ValueError(
-                    f"{self!r} on {where!r}: the layer has {features} output features, correct partial_features={read}"
+                    f"{self!r} on {where!r}: the layer has {features} output features: correct partial_features={read}"
                 )

@@ -32,11 +32,12 @@ def use_rules(dispatch: Dispatch) -> None:
 
 
 class _Zeros(AutogradFunction):
-    """Zeros whose inputs are the operands, with gradient zero. The gradient has the operands as inputs again, as on
-    ranks with elements: gradients of gradients may communicate before they reach these.
+    """Zeros whose inputs are the operands, with gradient zero. The gradient has the operands as inputs too, as on ranks
+    with elements. So this rank takes part in the collectives of gradients of gradients.
 
     `save_for_backward` would reject operands that the program has written to since. Their values are not read here, and
-    an addition on ranks with elements does not save them either."""
+    an addition on ranks with elements does not save them either.
+    """
 
     @staticmethod
     def forward(ctx: Any, shape: tuple[int, ...], dtype: Any, *operands: Tensor) -> Tensor:
@@ -154,9 +155,10 @@ def _zeros(
 
 
 def _flat(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> Any:
-    """Return zeros without inputs in the graph.
+    """Return zeros without inputs in the graph, for operations whose results have no inputs on ranks with elements
+    either.
 
-    They have none on ranks with elements either. So collectives of backward run on all ranks or on none.
+    So collectives of backward run on all ranks or on none.
     """
     return _zeros(op, func, operands, static_args, ())
 

@@ -36,7 +36,7 @@ __all__ = [
 
 
 class UnknownMindSporeError(RuntimeError):
-    """Error for a MindSpore version without a private part that the backend requires."""
+    """Error for a MindSpore version that lacks a private name which the backend requires."""
 
 
 def _take(module: str, name: str, suits: Callable[[Any], bool]) -> Any:

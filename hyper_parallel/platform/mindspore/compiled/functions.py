@@ -51,7 +51,7 @@ class _AllReduce(nn.Cell):
 
 
 class _AllGather(nn.Cell):
-    """Cell that gathers shards along ``dim``, of ``sizes`` or of equal size."""
+    """Cell that gathers shards along ``dim``. The shards have the sizes ``sizes``, or equal sizes if that is empty."""
 
     def __init__(self, ranks: Ranks, dim: int, sizes: tuple[int, ...] = ()) -> None:
         super().__init__(auto_prefix=False)

@@ -195,7 +195,7 @@ def checked_answer(original: Callable, *args: Any) -> Any:
 
 
 def _tensors_in(answer: Any) -> Iterator[Any]:
-    """Yield the DTensors in an answer. Cells are not searched."""
+    """Yield the DTensors in an answer to MindSpore's parser. Cells are not searched."""
     if isinstance(answer, InterceptedTensor):
         yield answer
     elif isinstance(answer, (tuple, list)):

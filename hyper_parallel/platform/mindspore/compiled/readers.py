@@ -21,10 +21,11 @@ _FACTS = ("shape", "dtype", "ndim")
 
 
 def shared_inputs(cls: type, layers: frozenset[str]) -> dict[int, frozenset[str]]:
-    """Return the readers of each input of ``construct`` that can be shared, by position of the input.
+    """Return which ``layers`` share an input of ``construct``: position of the input -> names of the layers.
 
-    At least two of ``layers``, attribute names, must read the input. They may read no other tensor, and no other code
-    may read the input."""
+    ``layers`` are names of attributes. At least two of them must read the input, and no other code. They may read no
+    other tensor.
+    """
     try:
         construct = _Method(cls, "construct")
         found = {i: _Readers(cls, layers).of(construct, name) for i, name in enumerate(construct.inputs)}

@@ -36,12 +36,14 @@ def ShapeCheck(module: Any, how: Program, output: int | None, output_dims: int =
     def check(shape: tuple[int, ...], dtype: Any) -> bool:
         ndim = len(shape)
         if not all(isinstance(length, int) and length >= 0 for length in shape):  # a dynamic size is None or negative
-            raise ValueError(f"{label!r} in a graph needs a static input shape, got {shape}: leave dynamic shapes out")
+            raise ValueError(
+                f"{label!r} in a graph needs a static input shape, got {shape}: pass inputs of a fixed shape"
+            )
         if size == 1:
             return True
         if not output_dims and device_target() == "CPU" and dtype not in _REDUCED:
             raise TypeError(
-                f"{label!r} in a graph: graphs on CPUs reduce single and half precision alone, got an input of dtype "
+                f"{label!r} in a graph: graphs on CPUs reduce only single and half precision, got an input of dtype "
                 f"{dtype}. Call the module without jit"
             )
         if given is not None and not -ndim <= given < ndim:

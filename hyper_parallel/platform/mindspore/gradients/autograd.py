@@ -92,8 +92,8 @@ def closed_forward(plain: Callable) -> Callable:
     """Wrap the forward of a function or cell whose gradient is asked for.
 
     After an error of one of its operations MindSpore ends the recording. After any other error (ours among them) it
-    goes on recording. Later operations then count as those of the inner one of two gradients. For these, some
-    operations have other kernels and some have none. If only one rank meets an error, its computations would differ
+    goes on recording. MindSpore then treats later operations as part of a gradient inside another one. There, some
+    operations run other kernels, and some have none. If only one rank meets an error, its computations would differ
     from those of the other ranks from there on.
     """
 
@@ -121,8 +121,11 @@ def closed_forward(plain: Callable) -> Callable:
 
 
 def _reduced(output: Any) -> Any:
-    """Return the outputs at which backward starts. For an average, an extreme value or a product, some ranks' values
-    receive no gradient, or only some of it. There backward starts at the reduced tensor."""
+    """Return the outputs at which backward starts.
+
+    For an average, an extreme value or a product, some ranks' values receive no gradient, or a part of it. There
+    backward starts at the reduced tensor.
+    """
     if isinstance(output, (tuple, list)):
         new = [_reduced(y) for y in output]
         return output if all(a is b for a, b in zip(new, output, strict=True)) else type(output)(new)
@@ -173,11 +176,10 @@ _bare_apply = FunctionBase.__dict__["apply"]
 
 
 class DelayedGradients:
-    """Gradients of parameters that one outermost backward delays inside `coalesce_gradients`, to be all-reduced in one
-    collective after it.
+    """Gradients of parameters that are delayed inside `coalesce_gradients` while one outermost backward runs.
 
-    Used as a context around `mindspore.grad` or `mindspore.value_and_grad`; `complete` adds these gradients to the
-    result.
+    After the backward, one collective all-reduces them. Used as a context around `mindspore.grad` or
+    `mindspore.value_and_grad`; `complete` adds these gradients to the result.
 
     Args:
         weights: the tensors whose gradients are asked for.

@@ -30,8 +30,10 @@ class LocalGradients:
 
     @classmethod
     def mark(cls, result: Any, operation: Any, weights: Any) -> Any:
-        """Mark the gradients of ``weights`` in the ``result`` of a backward, and return it; ``operation`` is
-        MindSpore's."""
+        """Mark the gradients of ``weights`` in the ``result`` of a backward, and return it.
+
+        ``operation`` is MindSpore's gradient operation.
+        """
         if not getattr(operation, "get_by_list", False):
             return result
         several = isinstance(weights, (tuple, list))

@@ -24,8 +24,10 @@ _ORDERS = (1, 2, float("inf"))
 
 
 def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) -> Any:
-    """Call ``plain``, named ``name`` in errors, with gradients as argument ``place``. Local gradients are treated as
-    shards."""
+    """Call ``plain`` with gradients as the argument at ``place``.
+
+    Local gradients are treated as shards. Errors name ``name``.
+    """
     given = args[place] if len(args) > place else kwargs.get("x")
     tensors = [given] if isinstance(given, Tensor) else given
     if not is_dispatching() or not isinstance(tensors, (tuple, list)):
@@ -131,10 +133,7 @@ def _distributed(tensor: Any, layout: Any) -> Any:
 
 
 def _as_given(clipped: Any, given: Any, layout: Any, joined: Any) -> Any:
-    """Return the clipped gradient in the form of ``given``: plain or distributed, in its layout.
-
-    If it is distributed, its layout is ``joined``.
-    """
+    """Return the clipped gradient in the form and the layout of ``given``, which is plain or distributed."""
     if not isinstance(clipped, InterceptedTensor):
         return clipped
     if isinstance(given, InterceptedTensor):

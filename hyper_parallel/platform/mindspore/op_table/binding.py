@@ -156,8 +156,8 @@ def instead(function: Callable) -> Call:
 
 
 def repeated(name: str, takes: str, by_function: bool = False, adjust: Adjust | None = None) -> NativeOp:
-    """Return an op-table row that repeats the native call with its original arguments, because these differ too
-    much."""
+    """Return an op-table row that repeats the native call with its original arguments, which differ too much from a
+    signature."""
     return row(name, f"{takes} ...", call_again, by_function, adjust)
 
 

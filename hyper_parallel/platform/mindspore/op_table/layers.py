@@ -72,7 +72,7 @@ _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """Return the signature and shapes of a call that no rule supports: every operand has one dimension too many."""
+    """Return a signature and shapes that no rule supports, because every operand has one dimension too many in it."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 
@@ -200,7 +200,10 @@ def _unpool(ksize: tuple, strides: tuple, pads: tuple, output_shape: tuple) -> A
 
 
 def _call_unpool(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """Call the unpooling, whose primitive has the shape of the result."""
+    """Call the unpooling.
+
+    The shape of its result is an attribute of the primitive, and is replaced by the local one.
+    """
     attributes = func.prim.attrs
     if not attributes["output_shape"]:
         return func(*args)

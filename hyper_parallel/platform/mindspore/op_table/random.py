@@ -16,8 +16,11 @@ __all__ = ["DRAWS", "OPS", "RESULTS", "drawn_by_first_rank", "refuse_draw"]
 
 # -------------------------------------------------------------------- dropout
 def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
-    """Bind ``Dropout(x, keep_prob, seed, seed)``. `ops.dropout` has drawn the seeds before it arrives here, and
-    `_dropout` calls it again. A layer has drawn its seeds once."""
+    """Bind ``Dropout(x, keep_prob, seed, seed)``.
+
+    A call of `ops.dropout` has already drawn the seeds. `_dropout` calls `ops.dropout` again, so the first draw is
+    undone here. A layer has drawn its seeds once.
+    """
     x, keep, *seeds = args
     if is_of_one_call(func.prim):
         given, stream = undo_draw("dropout", (seeds[0], seeds[1])), None
@@ -78,7 +81,7 @@ def refuse_draw(name: str, x: Any) -> None:
 
 
 def drawn_by_first_rank(result: Any) -> Any:
-    """Replace replicated results that each rank has drawn itself by those of the first rank of the mesh."""
+    """Replace replicated results, which each rank has drawn on its own, by the results of the mesh's first rank."""
     if isinstance(result, (tuple, list)):
         return type(result)([drawn_by_first_rank(y) for y in result])
     if not isinstance(result, Tensor) or getattr(result, "_layout", None) is None:

@@ -20,8 +20,10 @@ _BATCH = "abdefklm"
 
 
 def _at(how: str | None = None) -> Facts:
-    """Return a function that computes the static arguments of ``scatter`` and ``index_write``; with ``how`` None it
-    reads the call."""
+    """Return a function that computes the static arguments of ``scatter`` and ``index_write``.
+
+    If ``how`` is None, the function reads it from the call.
+    """
     return lambda given: (given.values["dim"], how or _HOW.get(given.values.get("reduce", 0), "combine"))
 
 

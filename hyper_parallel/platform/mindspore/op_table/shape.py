@@ -167,7 +167,10 @@ def _basic_index(x: Any, index: tuple) -> Any:
 
 
 def _of_values(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """Return static arguments with on and off as numbers. They come as 0-d tensors that give the dtype."""
+    """Return static arguments with the values ``on`` and ``off`` as numbers.
+
+    They come as 0-d tensors that give the dtype.
+    """
     depth, on, off = static_args
     return xs, (depth, on.item(), off.item(), on.dtype)
 

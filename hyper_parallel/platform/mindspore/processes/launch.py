@@ -191,7 +191,7 @@ class GroupVerbs:
         world = self._need_world()
         if backend not in (None, self.comm_backend):
             raise ValueError(
-                f"MindSpore has the communication backend {self.comm_backend!r} alone on this device, got "
+                f"MindSpore has only the communication backend {self.comm_backend!r} on this device, got "
                 f"{backend!r}: leave the backend out of backend_override"
             )
         mine = next((tuple(ranks) for ranks in rank_lists if world.rank in ranks), None)

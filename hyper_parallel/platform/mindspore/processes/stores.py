@@ -64,11 +64,11 @@ def make_store(address: str, port: int, size: int, serve: bool, timeout: timedel
     """Make a store that lives until the process ends.
 
     Args:
-        address, port: where it is served; the address is numeric.
+        address, port: address and port of the store; the address is numeric.
         size: number of ranks.
-        serve: whether this process serves it.
-        timeout: how long to try to reach it.
-        wait: whether the process that serves it waits here for all others.
+        serve: whether this process serves the store.
+        timeout: maximum time to connect to the store.
+        wait: whether the serving process waits here for all others.
     """
     store = dist.TCPStore(address, port, world_size=size, is_master=serve, timeout=timeout, wait_for_workers=wait)
     _stores.append(store)
@@ -129,7 +129,7 @@ def meet(store: Any, size: int, seconds: float) -> None:
     """Wait until all ranks have called this.
 
     Raises:
-        RuntimeError: when some have not come within ``seconds``.
+        RuntimeError: when some ranks have not called it within ``seconds``.
     """
     came = _count(store, _MET, size, seconds)
     if came is not None and came < size:
@@ -159,7 +159,10 @@ def listen_for_ends(store: Any, address: str, size: int) -> socket.socket | None
 
 
 def connect_until_the_end(store: Any, address: str) -> None:
-    """Connect this rank to the socket of `listen_for_ends`, until the process ends. All ranks have met."""
+    """Connect this rank to the socket of `listen_for_ends`, until the process ends.
+
+    Call it after all ranks have met.
+    """
     with suppress(OSError, RuntimeError):  # then rank 0 waits in vain
         if port := int(store.add(_END, 0)):
             _connections.append(socket.create_connection((address, port), _CONNECTING))

@@ -141,10 +141,10 @@ def local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
 
 def _wrong_shape(parameter: Any, shape: tuple[int, ...], is_part: bool = False) -> ValueError:
     layout = parameter._layout
-    wanted = f"this rank's part of it {tuple(layout.local_shape)}; the new part" if is_part else "and the new data"
+    wanted = f"this rank's shard of it {tuple(layout.local_shape)}; the new shard" if is_part else "and the new data"
     return ValueError(
         f"parameter {parameter.name!r} has shape {tuple(layout.shape)}, {wanted} has shape {shape}: pass the full "
-        "tensor, or this rank's shard as DTensor.from_local(part, mesh, placements) or with set_data(part, "
+        "tensor, or this rank's shard as DTensor.from_local(shard, mesh, placements) or with set_data(shard, "
         "slice_shape=True)"
     )
 

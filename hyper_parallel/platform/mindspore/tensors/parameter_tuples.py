@@ -19,7 +19,10 @@ _HELD = "_hp_parameter_tuples"
 
 
 def read_from_table(cell: Any) -> None:
-    """Let attributes of a cell that are tuples of its parameters return the entries of its table."""
+    """Replace attributes of a cell that are tuples of its parameters.
+
+    They then return the entries of the cell's table.
+    """
     attributes = [name for name, value in vars(cell).items() if isinstance(value, ParameterTuple) and value]
     for name in attributes:
         names = _names_in_table(cell, vars(cell)[name])

@@ -1,6 +1,6 @@
 """Operations on plain local tensors.
 
-Where torch has a function with the same arguments, it is the verb itself, which saves a call.
+If torch has a function with the arguments of a verb, the verb is that function, which saves a call.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ __all__ = [
 
 
 class UnknownTorchError(RuntimeError):
-    """Error for a torch version without a private part that a backend requires."""
+    """Error for a torch version that lacks a private name which a backend requires."""
 
 
 #: Parts that this torch lacks, or has in an unexpected form, and that are replaced here.

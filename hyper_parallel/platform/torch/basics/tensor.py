@@ -38,7 +38,7 @@ HANDLERS: dict[Any, Handler] = {}
 
 
 class State:
-    """The DTensor class, which all torch devices share, and core's services."""
+    """State that all torch devices share: the DTensor class, and the services of core."""
 
     #: Services of core for torch, available once the class is made.
     core: ClassVar[Core]

@@ -71,9 +71,9 @@ def _check_replicas(model: Any) -> None:
 
 
 def _is_flat(x: Any) -> bool:
-    """Raise TypeError, because FSDP is about to flatten and shard a DTensor.
+    """Raise TypeError, because FSDP would flatten and shard the DTensor ``x``.
 
-    Return False if only the function that collects parameter names for state dicts asks.
+    Return False if the caller is FSDP's function that collects the names of parameters for state dicts.
     """
     asking = sys._getframe(2)  # the frame behind the isinstance of a metaclass
     if asking.f_code.co_name == "module_fn" and asking.f_globals["__name__"] == "torch.distributed.fsdp._common_utils":

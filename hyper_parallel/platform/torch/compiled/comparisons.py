@@ -1,4 +1,4 @@
-"""Check that the plain shards that compiled code takes are equal in size on all ranks.
+"""Check that compiled code takes plain shards of equal size on all ranks.
 
 Eager mode compares plain shards in the first call of a module. Compiled code compares them in the first run of a graph:
 tracing leaves a call of `mark` in the graph, and `take_marks` removes it before the backend gets the graph.

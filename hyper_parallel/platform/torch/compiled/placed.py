@@ -123,9 +123,11 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
 
 @kept_on_mesh
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
-    """Return the class of shards along ``cut`` that stand for the replicated DTensor gathered from them. Each reader
-    gathers on its own, so that backward takes the step that the reader needs. Instances have ``read_for_parts``: the
-    tensor gathered by the first reader that returns a partial cotangent, or None."""
+    """Return the class for a replicated DTensor that is still held as shards along ``cut``.
+
+    Each reader gathers the shards on its own, so that backward takes the step that the reader needs. Instances have
+    ``read_for_parts``: the tensor gathered by the first reader that returns a partial cotangent, or None.
+    """
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
 

@@ -371,10 +371,10 @@ def as_plain(cotangent: Any) -> Any:
 
 
 def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Return a hook that converts a cotangent by ``convert``, or by ``record`` if the cotangent itself requires a
-    gradient.
+    """Return a hook that applies ``convert`` to a cotangent; None leaves it unchanged.
 
-    Without ``convert`` the cotangent is unchanged. Both functions get plain tensors.
+    If the cotangent itself requires a gradient, the hook applies ``record``, which is differentiable. Both functions
+    get plain tensors.
     """
 
     def hook(cotangent: Tensor) -> Any:

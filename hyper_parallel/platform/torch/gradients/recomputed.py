@@ -37,5 +37,5 @@ def is_known_code(code: Any) -> str | None:
 
 
 def noting_local_shapes(code: CodeType) -> CodeType:
-    """Return code that reads local shapes, to replace the code of torch's function."""
+    """Return code that reads local shapes, in place of the code of torch's ``_default_meta_extractor``."""
     return _default_meta_extractor.__code__

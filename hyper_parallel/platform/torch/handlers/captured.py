@@ -142,7 +142,8 @@ class _Reader:
     def _object(self, x: Any, names: frozenset[str]) -> Any:
         """Search a module or another object for DTensors.
 
-        The attributes are searched that the surrounding code reads, or the object's own ``forward`` or ``__call__``.
+        It searches the attributes that the surrounding code reads, or that the object's own ``forward`` or ``__call__``
+        reads.
         """
         held = getattr(x, "__dict__", None)
         if not isinstance(held, dict):

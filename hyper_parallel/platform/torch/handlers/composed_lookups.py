@@ -38,8 +38,10 @@ _HISTC = NativeOp("count", _bind_count, lambda func, xs, how: torch.histc(xs[0],
 
 @composed(*find("bincount"))
 def bincount(input: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Count how often each number occurs. The size of the result needs the largest number first. Mirrors
-    `torch.bincount`."""
+    """Count how often each number occurs.
+
+    The largest number is found first, because it determines the size of the result. Mirrors `torch.bincount`.
+    """
     if input.dim() != 1 or input.dtype.is_floating_point or minlength < 0:
         raise UnboundCallError
     if not input.numel() or number(input.amin()) < 0:

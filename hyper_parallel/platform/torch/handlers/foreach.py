@@ -81,7 +81,7 @@ _WITH_VALUE = ("addcmul", "addcdiv", "addcmul_", "addcdiv_")
 
 @handles(*(getattr(torch, name, None) for name in _ONE_BY_ONE))
 def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the function for a single tensor on each: layouts may differ, shapes may broadcast."""
+    """Run the function for single tensors on each tensor of the lists. Layouts may differ, and shapes may broadcast."""
     name = func.__name__.removeprefix("_foreach_")
     single = getattr(Tensor, name, None)
     if single is None:  # fused optimizers

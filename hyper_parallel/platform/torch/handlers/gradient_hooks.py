@@ -26,7 +26,7 @@ class _GradientHook:
         self._hook, self._layout = hook, layout
 
     def with_layout(self, layout: Any) -> _GradientHook:
-        """Return the hook for its parameter with another layout."""
+        """Return a hook of the same function, for a parameter with another layout."""
         return _GradientHook(self._hook, layout)
 
     def __call__(self, gradient: Any) -> Any:
@@ -63,7 +63,7 @@ def register_post_accumulate_grad_hook(x: Any, hook: Callable) -> Any:
 
 
 def keep_hooks(parameter: Any) -> None:
-    """Let hooks that were registered before a parameter was distributed get DTensors.
+    """Let hooks get DTensors if they were registered before the parameter was distributed.
 
     Args:
         parameter: a DTensor. Its layout may have changed since hooks were registered.

@@ -1,4 +1,5 @@
-"""`torch.masked.std` and `torch.masked.var` of DTensors: the mask that torch makes inside is distributed too."""
+"""`torch.masked.std` and `torch.masked.var` of DTensors without a mask, for which a distributed mask of ones is
+made."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Steps of element-wise optimizers on the local tensors, as fast as on plain ones.
 
-Every optimizer is correct without this module, one intercepted operation after the other. Here ``step`` of the listed
-classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and state *are* plain tensors: a
-DTensor is a local tensor with another class. Changing the class of an object there and back is cheap. Torch takes
-longer to detect that a subclass is a tensor, for each argument of each kernel. Closures, and hooks on optimizers, see
-DTensors.
+Every optimizer is also correct without this module: each of its operations is then intercepted, which takes longer.
+Here ``step`` of the listed classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and
+state *are* plain tensors: a DTensor is a local tensor with another class. Changing the class of an object there and
+back is cheap. Torch takes longer to detect that a subclass is a tensor, for each argument of each kernel. Closures, and
+hooks on optimizers, see DTensors.
 """
 
 from __future__ import annotations
@@ -122,7 +122,10 @@ def collect_locals(init_group: Any, aliases: bool) -> Any:
 
 
 class _LocalStep:
-    """Steps of one optimizer on local tensors. It lives between steps, so that unchanging facts are computed once."""
+    """Steps of one optimizer on local tensors.
+
+    The object is kept between steps, so that unchanging facts are computed once.
+    """
 
     def __init__(self, tensor_class: Any) -> None:
         self.tensor_class: Any = tensor_class
@@ -243,7 +246,7 @@ class _LocalStep:
         self._make_plain(list(gradients))
 
     def _remember(self, key: tuple, result: Any, state: Any, lists: tuple[list[Any], ...]) -> None:
-        """Store the names under which the lists are in the state, if each list is one entry of all states.
+        """Store which state each list contains, if each list contains one state of all parameters.
 
         This avoids checks that take half of the Python time of a fused step: is a parameter complex, its gradient
         sparse, its state missing? Gradients of distributed parameters are never sparse.
@@ -332,7 +335,7 @@ def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> Non
 
 
 def _name_of(column: list[Any], states: list[dict[str, Any]]) -> str | None:
-    """Return the name under which each parameter's state has its entry of ``column``, or None."""
+    """Return the name of the state that ``column`` lists for all parameters; None if it lists no such state."""
     for name in states[0]:
         if column[0] is not None and all(s.get(name) is x for s, x in zip(states, column, strict=True)):
             return name
@@ -347,7 +350,7 @@ def _count(state: Any) -> int:
 
 
 def _tag_state(state: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Distribute state that has the shape of its parameter like the parameter. Interception is off."""
+    """Distribute each state in the same way as its parameter, if both have one shape. Interception is off."""
     for p in parameters:
         own = state.get(p)
         if isinstance(own, dict):

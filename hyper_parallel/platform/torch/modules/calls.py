@@ -39,7 +39,7 @@ __all__ = ["call_quickly", "replace_forward", "set_compiled_forward", "share_com
 def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
     """Let calls of ``module`` run ``make(forward)``.
 
-    The object stores a function, not a bound method, so that a copy of the module passes itself to it.
+    The function is stored unbound, and a call passes it the called module. So it also works in a copy of the module.
     """
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")

@@ -120,7 +120,9 @@ def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocki
 
 # ---------------------------------------------------------------------------------------------- its Hugging Face writer
 def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any:
-    """Replace the method that sees the writes of all ranks. Without ``save_distributed`` their files have one name.
+    """Replace the method that gets the planned writes of all ranks.
+
+    Without ``save_distributed``, all ranks write files of one name.
 
     Raises:
         ValueError: when tensors are sharded. Torch raises it on all ranks.

@@ -123,8 +123,7 @@ def from_native(x: Any) -> Any:
 def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
     """Return the number of ranks that ``x`` averages over; 1 for a tensor without gradients or averages.
 
-    Torch's cotangent is that of the average. This library's is that of each rank's value, which is smaller by this
-    number.
+    In torch, the cotangent belongs to the average. Here it belongs to each rank's value, and is smaller by this factor.
 
     Raises:
         ValueError: for gradients of a maximum, minimum or product. Torch passes these to all ranks.

@@ -71,7 +71,9 @@ def distribute_into(
 def broadcast_into(
     original: Callable, full_state_dict: Any, local_state_dict: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Replace the counterpart of that function for ``broadcast_from_rank0=True``.
+    """Copy the first rank's full tensors into the tensors of all ranks, for ``broadcast_from_rank0=True``.
+
+    This replaces torch's function of the same purpose.
 
     Raises:
         ValueError: on all ranks, if the first rank passes DTensors, or a tensor has another shape.

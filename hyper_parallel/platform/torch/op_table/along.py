@@ -1,4 +1,6 @@
-"""Operations along dimensions that must be unsharded: softmax, cumulative sums, sorting; and conversions to Python."""
+"""Operations along dimensions that must be unsharded: softmax, cumulative sums, sorting; and conversions to Python
+values.
+"""
 
 from __future__ import annotations
 

@@ -161,7 +161,8 @@ def rows(
 
 
 def repeated(names: str, canonical: str, takes: str, *owners: Any) -> Table:
-    """Return `rows` of functions that are called again with their original arguments, because these differ too much."""
+    """Return `rows` of functions that are called again with their original arguments, which differ too much from a
+    signature."""
     return rows(names, canonical, f"{takes} ...", call_again, *owners)
 
 

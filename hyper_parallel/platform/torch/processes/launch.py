@@ -46,9 +46,9 @@ class Launch:
 def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
     """Read the launcher's variables.
 
-    torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; msrun sets
-    ``RANK_ID`` (or ``MS_NODE_ID``), ``MS_WORKER_NUM``, ``DEVICE_ID``, ``MS_SCHED_HOST`` and ``MS_SCHED_PORT``. The
-    latter's port belongs to its own scheduler, so the rendezvous is on the next one.
+    torchrun sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``; msrun sets ``RANK_ID``
+    (or ``MS_NODE_ID``), ``MS_WORKER_NUM``, ``DEVICE_ID``, ``MS_SCHED_HOST`` and ``MS_SCHED_PORT``. msrun's scheduler
+    listens on ``MS_SCHED_PORT``, so the ranks meet on the next port.
 
     Raises:
         RuntimeError: when only a part of torchrun's variables is set.

@@ -61,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Setup:
-    """A distribution of a model.
+    """A way to distribute a model.
 
     Attributes:
         shape, names: mesh: ``"rep"`` and ``"shard"`` of `fully_shard`, ``"copy"`` of `replicate`, ``"tp"``.
@@ -141,7 +141,7 @@ class Program:
 
 @dataclass(frozen=True)
 class TrainingLimits:
-    """Limits of training programs for a framework.
+    """Features that training programs may use with one framework.
 
     Attributes:
         dtypes: dtypes of models.

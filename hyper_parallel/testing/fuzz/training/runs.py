@@ -95,7 +95,7 @@ def run(reference: Reference) -> tuple[str, str] | None:
 
 
 def differs(trainer: Trainer | None) -> bool:
-    """Return whether the program ends with ranks that shard units with this rank but run other ones."""
+    """Return whether, at the end of the program, ranks that share this rank's shards run different units."""
     if trainer is None or not trainer.takes_part or trainer.dp is None or installed() is None:
         return False
     setup, (word, *orders) = trainer.now, trainer.program.actions[-1]
