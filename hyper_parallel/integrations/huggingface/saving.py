@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel import checkpoint
-from hyper_parallel.checkpoint.pretrained import load_arranged
 from hyper_parallel.checkpoint.ranks import all_ranks, together
 from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -85,9 +84,15 @@ def load_pretrained(
         >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, pad_token_id=0).shape
         torch.Size([1, 4])
     """
-    arrange = arrangement(model) if rename is None else None
-    load_arranged(
-        model, path, arrange, rename=rename, strict=strict, convert_dtypes=convert_dtypes, verify=verify, mesh=mesh
+    checkpoint.load_pretrained(
+        model,
+        path,
+        rename=rename,
+        strict=strict,
+        convert_dtypes=convert_dtypes,
+        verify=verify,
+        mesh=mesh,
+        arrange=arrangement(model) if rename is None else None,
     )
     platform = get_platform()
     for _, x in platform.saved_tensors(model):
