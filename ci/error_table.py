@@ -24,6 +24,7 @@ AREAS = {
     "core/data_parallel": "Data parallelism",
     "core": "Tensors, meshes and operations",
     "checkpoint": "Checkpoints",
+    "integrations/torch": "Checkpoints under torch's names",
     "integrations": "Models of other libraries",
     "platform/torch": "torch backends",
     "platform/mindspore": "MindSpore backend",

@@ -10,9 +10,10 @@ from typing import Any
 
 from hyper_parallel import checkpoint
 from hyper_parallel.checkpoint.ranks import all_ranks, together
-from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.integrations.huggingface.renamed import arrangement
+from hyper_parallel.integrations.torch.state_dict_values import StateDictOptions
+from hyper_parallel.integrations.torch.state_dicts import get_model_state_dict
 from hyper_parallel.platform import get_platform
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
