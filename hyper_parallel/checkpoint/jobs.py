@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.checkpoint import directories, disk
+from hyper_parallel.checkpoint.assignment import Wanted, Writer, entry_name, share_out
 from hyper_parallel.checkpoint.directories import Draft
 from hyper_parallel.checkpoint.index import INDEX, LATEST, Index, Part, StoredTensor
 from hyper_parallel.checkpoint.nest import Flat, flatten, layout_of
-from hyper_parallel.checkpoint.plan import Wanted, Writer, entry_name, share_out
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import Ranks, together
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_type, write_tensors

@@ -80,51 +80,55 @@ def load(
     ranks = all_ranks(platform, mesh)
     path = Path(os.path.abspath(path))
 
-    def plan() -> tuple[Filling, Files, Any]:
+    def match() -> tuple[Filling, Files, Any]:
         place = directories.locate(path)
         index = read_index(place)
         place_of_rank, count = ranks.members.index(ranks.rank), len(ranks.members)
         filling = Filling(index, platform, strict, convert_dtypes, place_of_rank, count)
         files = Files(place, index)
         filling.place, filling.check_files = place, files.check
-        result = filling.plan(state)
+        result = filling.match(state)
         for target in filling.targets:
             files.check(index.tensors[target.stored])
         return filling, files, result
 
-    filling, result = fill_together(path, plan, ranks, platform, verify)
+    filling, result = fill_together(path, match, ranks, platform, verify)
     directories.set_run(path.parent, filling.index.run)
     return result
 
 
 def fill_together(
-    path: Path, plan: Callable[[], tuple[Filling, Files, Any]], ranks: Ranks, platform: Platform, verify: bool | None
+    path: Path,
+    match: Callable[[], tuple[Filling, Files, Any]],
+    ranks: Ranks,
+    platform: Platform,
+    verify: bool | None,
 ) -> tuple[Filling, Any]:
-    """Fill tensors and objects on all ranks. Nothing is changed unless ``plan`` succeeds on all ranks and data has the
-    checksums.
+    """Fill tensors and objects on all ranks. Nothing is changed unless ``match`` succeeds on all ranks and data
+    has the checksums.
 
     Args:
         path: path of the files, for messages.
-        plan: function that returns the tensors and objects to fill, the files, and a result.
+        match: function that returns the tensors and objects to fill, the files, and a result.
         ranks: the ranks that load.
         platform: platform of the tensors.
         verify: as in `load`.
 
     Returns:
-        The filled tensors and objects, and the result of ``plan``.
+        The filled tensors and objects, and the result of ``match``.
 
     Raises:
-        ValueError, TypeError, CheckpointError: the errors of ``plan``, and as `load` raises, on all ranks.
+        ValueError, TypeError, CheckpointError: the errors of ``match``, and as `load` raises, on all ranks.
     """
     what = f"loading {path}"
-    plans: list[tuple[Filling, Files, Any]] = []
+    matches: list[tuple[Filling, Files, Any]] = []
 
     def digest() -> str:
-        plans.append(plan())
-        return plans[0][0].digest()
+        matches.append(match())
+        return matches[0][0].digest()
 
     asked = together(ranks, what, digest)
-    filling, files, result = plans[0]
+    filling, files, result = matches[0]
     _compare_sums(filling, files, ranks, what, verify, asked)
 
     def fill() -> None:

@@ -88,7 +88,7 @@ def load_pretrained(
     ranks = all_ranks(platform, mesh)
     path = Path(os.path.abspath(path))
 
-    def plan() -> tuple[Filling, Files, None]:
+    def match() -> tuple[Filling, Files, None]:
         directory, index, opened = _read_names(path, rename)
         if arrange is not None:
             arranged = arrange(index.tensors)
@@ -96,10 +96,10 @@ def load_pretrained(
             index.tensors.update(arranged)
         filling = Filling(index, platform, strict, convert_dtypes, ranks.members.index(ranks.rank), len(ranks.members))
         filling.place, filling.takes_meta = path, True
-        filling.plan(model)
+        filling.match(model)
         return filling, _WholeFiles(directory, index, opened), None
 
-    fill_together(path, plan, ranks, platform, verify)
+    fill_together(path, match, ranks, platform, verify)
 
 
 class _WholeFiles(Files):
