@@ -18,7 +18,7 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 
 def operand_key(x: Any) -> Any:
-    """Return the facts about an operand that a plan depends on.
+    """Return the facts about an operand that a recipe depends on.
 
     It is the layout of a DTensor, the shape of a plain tensor, or None for other operands.
     """
