@@ -17,7 +17,7 @@ from functools import partial, wraps
 from typing import Any, Literal
 
 from hyper_parallel.platform.imports import WhenImported
-from hyper_parallel.platform.places import ABSENT, Entry, Place, place_of
+from hyper_parallel.platform.patch_places import ABSENT, Entry, Place, place_of
 from hyper_parallel.platform.without_patches import live_objects, make_unusable, make_usable
 
 __all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]

@@ -68,7 +68,7 @@ def test_exactly_what_is_listed_is_patched_and_taken_back() -> None:
 import inspect
 from hyper_parallel.mindspore import value_and_grad
 from hyper_parallel.platform.mindspore.patches import PATCHES
-from hyper_parallel.platform.places import _resolved
+from hyper_parallel.platform.patch_places import _resolved
 rng = np.random.default_rng(0)
 weights = [rng.normal(size=s).astype(np.float32) for s in ((4, 3), (2, 4))]
 

@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.owners import owner_of, running_module
-from hyper_parallel.core.places import variable_of
+from hyper_parallel.core.program_places import variable_of
 from hyper_parallel.core.rules.registry import CanonicalOp
 from hyper_parallel.platform.contract.interception import name_of
 
