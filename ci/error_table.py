@@ -24,6 +24,7 @@ AREAS = {
     "core/data_parallel": "Data parallelism",
     "core": "Tensors, meshes and operations",
     "checkpoint": "Checkpoints",
+    "integrations/torch": "Checkpoints under torch's names",
     "integrations": "Models of other libraries",
     "platform/torch": "torch backends",
     "platform/mindspore": "MindSpore backend",
@@ -76,11 +77,16 @@ def _errors(tree: ast.Module) -> Iterator[tuple[str, str]]:
         for node in nodes:
             if not isinstance(node, ast.Call) or node in seen or not node.args:
                 continue
-            kind = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            kind = last_word(node.func)
             if re.fullmatch(r"[A-Z]\w*Error", kind) and kind not in _SILENT:
                 seen.add(node)
                 text = node.args[0]
                 yield kind, text_of(named.get(text.id, text) if isinstance(text, ast.Name) else text)
+
+
+def last_word(node: ast.expr) -> str:
+    """Return the last word of a name such as ``importlib.import_module``; "" for other expressions."""
+    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
 def text_of(node: ast.expr) -> str:

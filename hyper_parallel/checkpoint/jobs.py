@@ -13,7 +13,7 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 
 from hyper_parallel.checkpoint import directories, disk
+from hyper_parallel.checkpoint.assignment import Wanted, Writer, entry_name, share_out
 from hyper_parallel.checkpoint.directories import Draft
 from hyper_parallel.checkpoint.index import INDEX, LATEST, Index, Part, StoredTensor
 from hyper_parallel.checkpoint.nest import Flat, flatten, layout_of
-from hyper_parallel.checkpoint.plan import Wanted, Writer, entry_name, share_out
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import Ranks, together
 from hyper_parallel.checkpoint.tensor_files import ITEMSIZES, Entry, element_type, write_tensors
@@ -86,33 +86,23 @@ def prepare(
         raise ValueError(f"save(keep=...) takes a number of checkpoints, at least 1, got {keep!r}")
     path = Path(os.path.abspath(path))
     what, is_first = f"saving {path}", ranks.rank == ranks.members[0]
-    found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
 
-    def describe() -> dict[str, Any]:
-        flat = flatten(state, platform)
-        wanted = [
-            Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
-        ]
-        facts = _facts(flat, platform) | {"the path": str(path), "the argument 'checksums'": str(bool(checksums))}
-        found.append((flat, facts, share_out(wanted, ranks.members)))
+    def own(flat: Flat) -> tuple[str, dict[str, Any]]:
         _check_name(path)
         if is_first:
             _check_place(path, overwrite)
-        token = new_token()
-        return {"digest": hashlib.sha256(json.dumps(facts).encode()).hexdigest(), "token": token, "own": flat.own}
+        return new_token(), flat.own
 
-    said = together(ranks, what, describe)
-    flat, facts, writers = found[0]
-    if len({x["digest"] for x in said}) > 1:
-        raise _difference(ranks.gather(facts), ranks)
-    run, draft = directories.run_of(path.parent), Draft(path, said[0]["token"])
+    facts = {"the path": str(path), "the argument 'checksums'": str(bool(checksums))}
+    flat, writers, said = _agreed(state, what, ranks, platform, facts, own)
+    run, draft = directories.run_of(path.parent), Draft(path, said[0][0])
     entries = [
         _entry(name, flat.tensors[name], writer, platform)
         for name, pieces in writers.items()
         for writer in pieces
         if writer.rank == ranks.rank
     ]
-    job = Job(draft, _index(flat, writers, run, platform), entries, [x["own"] for x in said], keep, checksums)
+    job = Job(draft, _index(flat, writers, run, platform), entries, [values for _, values in said], keep, checksums)
 
     def open_draft() -> None:
         if is_first:
@@ -127,6 +117,41 @@ def prepare(
         if exchange:
             together(ranks, what, copy)
     return job
+
+
+def _agreed(
+    state: Any,
+    what: str,
+    ranks: Ranks,
+    platform: Platform,
+    facts: dict[str, str],
+    own: Callable[[Flat], Any] = lambda flat: None,
+) -> tuple[Flat, dict[str, list[Writer]], list[Any]]:
+    """Flatten the state on all ranks, and compare the results.
+
+    Args:
+        state, what, ranks, platform: as in `share`.
+        facts: further facts that must be equal on all ranks, by subject.
+        own: function of the flat state. It returns a value that may differ between ranks.
+
+    Returns:
+        The flat state, the writers of each tensor, and the result of ``own`` on each rank.
+    """
+    found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
+
+    def describe() -> tuple[str, Any]:
+        flat = flatten(state, platform)
+        wanted = [
+            Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
+        ]
+        found.append((flat, _facts(flat, platform) | facts, share_out(wanted, ranks.members)))
+        return hashlib.sha256(json.dumps(found[0][1]).encode()).hexdigest(), own(flat)
+
+    said = together(ranks, what, describe)
+    flat, mine, writers = found[0]
+    if len({digest for digest, _ in said}) > 1:
+        raise _difference(ranks.gather(mine), ranks)
+    return flat, writers, [value for _, value in said]
 
 
 def _check_name(path: Path) -> None:
@@ -361,21 +386,7 @@ def share(
     Raises:
         ValueError, TypeError: as `save` raises, on all ranks.
     """
-    found: list[tuple[Flat, dict[str, str], dict[str, list[Writer]]]] = []
-
-    def describe() -> str:
-        flat = flatten(state, platform)
-        wanted = [
-            Wanted(name, layout_of(x), tuple(x.shape), _itemsize(x, platform)) for name, x in flat.tensors.items()
-        ]
-        facts = _facts(flat, platform) | {"what": what}
-        found.append((flat, facts, share_out(wanted, ranks.members)))
-        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-    digests = together(ranks, what, describe)
-    flat, facts, writers = found[0]
-    if len({*digests}) > 1:
-        raise _difference(ranks.gather(facts), ranks)
+    flat, writers, _ = _agreed(state, what, ranks, platform, {"what": what})
     return flat, {
         name: [(writer, _entry(name, flat.tensors[name], writer, platform)) for writer in pieces]
         for name, pieces in writers.items()

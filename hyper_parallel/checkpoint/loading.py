@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from hyper_parallel.core.layouts.rectangles import Rectangle, held_rectangles
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform import Platform, get_platform
 
-__all__ = ["Files", "compare_sums", "load", "read_into"]
+__all__ = ["Files", "fill_together", "load", "read_into"]
 
 
 def load(
@@ -79,30 +79,65 @@ def load(
     wait_for_saves()
     ranks = all_ranks(platform, mesh)
     path = Path(os.path.abspath(path))
-    plans: list[tuple[Filling, Files, Any]] = []
 
-    def plan() -> str:
+    def match() -> tuple[Filling, Files, Any]:
         place = directories.locate(path)
         index = read_index(place)
         place_of_rank, count = ranks.members.index(ranks.rank), len(ranks.members)
         filling = Filling(index, platform, strict, convert_dtypes, place_of_rank, count)
         files = Files(place, index)
         filling.place, filling.check_files = place, files.check
-        result = filling.plan(state)
+        result = filling.match(state)
         for target in filling.targets:
             files.check(index.tensors[target.stored])
-        plans.append((filling, files, result))
-        return filling.digest()
+        return filling, files, result
 
-    asked = together(ranks, f"loading {path}", plan)
-    filling, files, result = plans[0]
-    compare_sums(filling, files, ranks, f"loading {path}", verify, asked)
+    filling, result = fill_together(path, match, ranks, platform, verify)
+    directories.set_run(path.parent, filling.index.run)
+    return result
+
+
+def fill_together(
+    path: Path,
+    match: Callable[[], tuple[Filling, Files, Any]],
+    ranks: Ranks,
+    platform: Platform,
+    verify: bool | None,
+) -> tuple[Filling, Any]:
+    """Fill tensors and objects on all ranks. Nothing is changed unless ``match`` succeeds on all ranks and data
+    has the checksums.
+
+    Args:
+        path: path of the files, for messages.
+        match: function that returns the tensors and objects to fill, the files, and a result.
+        ranks: the ranks that load.
+        platform: platform of the tensors.
+        verify: as in `load`.
+
+    Returns:
+        The filled tensors and objects, and the result of ``match``.
+
+    Raises:
+        ValueError, TypeError, CheckpointError: the errors of ``match``, and as `load` raises, on all ranks.
+    """
+    what = f"loading {path}"
+    matches: list[tuple[Filling, Files, Any]] = []
+
+    def digest() -> str:
+        matches.append(match())
+        return matches[0][0].digest()
+
+    asked = together(ranks, what, digest)
+    filling, files, result = matches[0]
+    _compare_sums(filling, files, ranks, what, verify, asked)
 
     def fill() -> None:
         total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
         with Progress(f"loading {path.name}", total, ranks.rank == ranks.members[0]) as progress:
             for target in filling.targets:
                 there = filling.index.tensors[target.stored]
+                if platform.is_meta(target.tensor):
+                    platform.give_memory(target.tensor)
                 read_into(target, there, files, platform)
                 progress.advance(there.nbytes)
         loading = LOADING.set(ranks.members)
@@ -111,12 +146,11 @@ def load(
         finally:
             LOADING.reset(loading)
 
-    together(ranks, f"loading {path}", fill)
-    directories.set_run(path.parent, filling.index.run)
-    return result
+    together(ranks, what, fill)
+    return filling, result
 
 
-def compare_sums(
+def _compare_sums(
     filling: Filling, files: Files, ranks: Ranks, what: str, verify: bool | None, asked: Sequence[str]
 ) -> None:
     """Compare data with its checksums. All ranks share the work.

@@ -12,7 +12,8 @@ __all__ = ["fill_optimizer"]
 
 
 def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: str) -> None:
-    """Plan to fill the state of an optimizer, even one that has not stepped yet. ``filling`` is a `targets.Filling`."""
+    """Match the state of an optimizer, even one that has not stepped, with the checkpoint. ``filling`` is a
+    `targets.Filling`."""
     platform = filling.platform
     now: OptimizerState = platform.optimizer_state(optimizer)
     groups = saved["groups"]

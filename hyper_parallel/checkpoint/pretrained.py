@@ -17,7 +17,7 @@ from hyper_parallel.checkpoint import disk
 from hyper_parallel.checkpoint.errors import CheckpointError
 from hyper_parallel.checkpoint.index import Index, Part, StoredTensor
 from hyper_parallel.checkpoint.jobs import share
-from hyper_parallel.checkpoint.loading import Files, compare_sums, read_into
+from hyper_parallel.checkpoint.loading import Files, fill_together
 from hyper_parallel.checkpoint.new_weights import NewWeights
 from hyper_parallel.checkpoint.progress import Progress
 from hyper_parallel.checkpoint.ranks import all_ranks, together
@@ -44,6 +44,7 @@ def load_pretrained(
     convert_dtypes: bool = False,
     verify: bool | None = None,
     mesh: DeviceMesh | None = None,
+    arrange: Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]] | None = None,
 ) -> None:
     """Fill a model with weights from files of full tensors. All ranks of the world, or of ``mesh``, call it with the
     same arguments.
@@ -60,6 +61,9 @@ def load_pretrained(
         convert_dtypes: whether to convert tensors of another dtype than the model's. Otherwise they raise an error.
         verify: whether to compare data with checksums, as in `load`. Files of `save_pretrained` have checksums.
         mesh: mesh of the ranks that load; None stands for all ranks of the world.
+        arrange: function from the tensors of the files, by name, to the tensors of the model, for a model of which one
+            tensor is several in the files. Its results have the parts of its arguments. A part may have extra leading
+            dimensions of size 1.
 
     Raises:
         ValueError: if a tensor is missing, unexpected, or of another shape or dtype. The message lists all such
@@ -80,35 +84,11 @@ def load_pretrained(
 
     Mirrors ``PreTrainedModel.from_pretrained``, for an existing model.
     """
-    load_arranged(
-        model, path, None, rename=rename, strict=strict, convert_dtypes=convert_dtypes, verify=verify, mesh=mesh
-    )
-
-
-def load_arranged(
-    model: Any,
-    path: str | os.PathLike[str],
-    arrange: Callable[[dict[str, StoredTensor]], dict[str, StoredTensor]] | None,
-    *,
-    rename: Callable[[str], str | None] | None,
-    strict: bool,
-    convert_dtypes: bool,
-    verify: bool | None,
-    mesh: DeviceMesh | None,
-) -> None:
-    """Load weights as `load_pretrained` does, but allow several tensors of the files to form one tensor of the model.
-
-    Args:
-        model, path, rename, strict, convert_dtypes, verify, mesh: as in `load_pretrained`.
-        arrange: function from the tensors of the files, by name, to the tensors of the model, composed of the same
-            parts. A part may have extra leading dimensions of size 1.
-    """
     platform = get_platform()
     ranks = all_ranks(platform, mesh)
     path = Path(os.path.abspath(path))
-    plans: list[tuple[Filling, Files]] = []
 
-    def plan() -> str:
+    def match() -> tuple[Filling, Files, None]:
         directory, index, opened = _read_names(path, rename)
         if arrange is not None:
             arranged = arrange(index.tensors)
@@ -116,25 +96,10 @@ def load_arranged(
             index.tensors.update(arranged)
         filling = Filling(index, platform, strict, convert_dtypes, ranks.members.index(ranks.rank), len(ranks.members))
         filling.place, filling.takes_meta = path, True
-        filling.plan(model)
-        plans.append((filling, _WholeFiles(directory, index, opened)))
-        return filling.digest()
+        filling.match(model)
+        return filling, _WholeFiles(directory, index, opened), None
 
-    asked = together(ranks, f"loading {path}", plan)
-    filling, files = plans[0]
-    compare_sums(filling, files, ranks, f"loading {path}", verify, asked)
-
-    def fill() -> None:
-        total = sum(filling.index.tensors[target.stored].nbytes for target in filling.targets)
-        with Progress(f"loading {path.name}", total, ranks.rank == ranks.members[0]) as progress:
-            for target in filling.targets:
-                there = filling.index.tensors[target.stored]
-                if platform.is_meta(target.tensor):
-                    platform.give_memory(target.tensor)
-                read_into(target, there, files, platform)
-                progress.advance(there.nbytes)
-
-    together(ranks, f"loading {path}", fill)
+    fill_together(path, match, ranks, platform, verify)
 
 
 class _WholeFiles(Files):

@@ -82,7 +82,7 @@ class Filling:
         self._owned: list[str] = []  # prefixes below which other names are unexpected
 
     # ---------------------------------------------------------------------- the nest
-    def plan(self, state: Any) -> Any:
+    def match(self, state: Any) -> Any:
         """Match the parts of the state with the entries of the checkpoint. Return the result of `load`, which is
         complete after `finish`.
 

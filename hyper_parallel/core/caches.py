@@ -62,7 +62,7 @@ def cache_sizes() -> dict[str, int]:
     Example:
         >>> from hyper_parallel import DTensor
         >>> from hyper_parallel.debug import cache_sizes
-        >>> "plans of operations" in cache_sizes()
+        >>> "recipes of operations" in cache_sizes()
         True
     """
     sizes: Counter[str] = Counter()

@@ -10,6 +10,7 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.rectangles import held_rectangles
 from hyper_parallel.debug.svg import COLOURS, Svg
+from hyper_parallel.debug.text import format_table
 
 __all__ = ["sharding_picture", "sharding_table", "visualize_sharding"]
 
@@ -93,10 +94,9 @@ def sharding_table(layout: Layout) -> str:
     cells = _held(layout)
     all_rows, all_columns = (sorted({cell[i] for cell in cells}) for i in (0, 1))
     kind = layout.mesh.device_type
-    table = [["", *(f"Col {first}-{last}" for first, last in all_columns)]]
+    table = []
     for rows in all_rows:
         held = [cells.get((rows, columns), []) for columns in all_columns]
         names = [f"{kind}:{','.join(map(str, sorted(ranks)))}" if ranks else "" for ranks in held]
         table.append([f"Row {rows[0]}-{rows[1]}", *names])
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
-    return "\n".join("  ".join(word.ljust(n) for word, n in zip(line, widths, strict=True)).rstrip() for line in table)
+    return format_table(("", *(f"Col {first}-{last}" for first, last in all_columns)), table)

@@ -1,9 +1,9 @@
-"""Patches of a framework: installed together or not at all, each checked before, and removed on request.
+"""Patches of a framework: installed together or not at all, each checked before.
 
 Some places in a framework do not notice a DTensor, or serve it badly. Each backend lists its replacements in one
 module, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`. It is installed when the DTensor class is
-made: a process that never makes a DTensor has nothing patched. For plain tensors, replacements do the same as the
-originals. docs/patches.md shows the lists. This module imports no framework.
+made, and stays: a process that never makes a DTensor has nothing patched. For plain tensors, replacements do the same
+as the originals. docs/patches.md shows the lists. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from functools import partial, wraps
 from typing import Any, Literal
 
 from hyper_parallel.platform.imports import WhenImported
-from hyper_parallel.platform.places import ABSENT, Entry, Place, place_of
-from hyper_parallel.platform.without_patches import live_objects, make_unusable, make_usable
+from hyper_parallel.platform.patch_places import ABSENT, Entry, Place, place_of
 
-__all__ = ["Patch", "PatchSet", "calling", "installed", "takes", "uninstall"]
+__all__ = ["Patch", "PatchSet", "calling", "installed", "takes"]
 
 #: The installed patch sets.
 _INSTALLED: list[PatchSet] = []
@@ -89,8 +88,6 @@ class Patch:
         required: whether results would be wrong without it. Then no DTensors can be made if a target is not as
             expected. Other patches are skipped, with a warning.
         everywhere: whether every loaded module of the framework that has the object, under any name, is a target too.
-        rewrapped: (present attribute, original) -> the attribute to restore if other code has wrapped the replacement
-            since. None leaves the attribute as it is, with a warning.
         after: a module that holds a target and takes long to import. If it is not imported yet, the patch waits for its
             import.
     """
@@ -103,7 +100,6 @@ class Patch:
     check: Callable[[Any], str | None] = _is_callable
     required: bool = True
     everywhere: bool = False
-    rewrapped: Callable[[Any, Any], Any] | None = None
     after: str = ""
 
     @property
@@ -143,30 +139,18 @@ class _Done:
 
 
 class PatchSet:
-    """All patches of one framework, which are installed and removed together.
+    """All patches of one framework, which are installed together.
 
     Args:
         framework: its name, for messages.
         version: its version.
         patches: patches in the order of installation.
-        classes: returns the DTensor classes.
-        switch: called with True after all patches are installed, with False before they are removed: may DTensors be
-            made?
     """
 
-    def __init__(
-        self,
-        framework: str,
-        version: str,
-        patches: Sequence[Patch],
-        classes: Callable[[], Sequence[type]] = tuple,
-        switch: Callable[[bool], None] = lambda on: None,
-    ) -> None:
+    def __init__(self, framework: str, version: str, patches: Sequence[Patch]) -> None:
         self.framework, self.version, self.patches = framework, version, tuple(patches)
-        self._classes, self._switch = classes, switch
         self._done: list[_Done] | None = None
         self._waiting: list[WhenImported] = []
-        self._left_unusable = False
 
     @property
     def installed(self) -> tuple[Patch, ...]:
@@ -188,10 +172,6 @@ class PatchSet:
         ]
         self._done = done
         _INSTALLED.append(self)
-        self._switch(True)
-        if self._left_unusable:
-            make_usable(self._classes(), self.framework)
-            self._left_unusable = False
 
     def _install_late(self, name: str) -> None:
         """Install the patches that waited for the module ``name``."""
@@ -213,33 +193,11 @@ class PatchSet:
                 raise
         return done
 
-    def uninstall(self, abandon: bool = False) -> None:
-        """Restore all originals; does nothing if no patches are installed.
-
-        Without the patches some operations of DTensors would give wrong numbers. So making a DTensor is an error until
-        `install` is called.
-
-        Args:
-            abandon: whether to go on if DTensors exist, and make them unusable until `install`. Where the framework
-                does not notice a DTensor, which patches correct, it reads the local data.
-
-        Raises:
-            RuntimeError: DTensors exist, and ``abandon`` is False.
-        """
+    def uninstall(self) -> None:
+        """Restore all originals; does nothing if no patches are installed. It is for patches that DTensors do not need,
+        such as those of an observed program."""
         if self._done is None:
             return
-        classes = self._classes()
-        found = [] if abandon or not classes else live_objects(classes)
-        if found:
-            raise RuntimeError(
-                f"{len(found)} DTensors still exist, which would compute wrong results without the patches of "
-                f"{self.framework}: delete the models, optimizers and tensors first, or make all DTensors unusable "
-                "with uninstall(abandon=True). (MindSpore keeps the parameters of an optimizer after its first step.)"
-            )
-        self._switch(False)
-        if classes:
-            self._left_unusable = True
-            make_unusable(classes, self.framework)
         for waiting in self._waiting:
             waiting.cancel()
         done, self._done = self._done, None
@@ -265,7 +223,7 @@ class PatchSet:
 
     def _take_back(self, changes: Sequence[_Done]) -> None:
         for change in reversed(changes):
-            if not change.place.put_back(change.patch, change.replacement, change.original):
+            if not change.place.put_back(change.replacement, change.original):
                 warnings.warn(
                     f"{change.target} was changed after hyper_parallel patched it, and is left unchanged",
                     RuntimeWarning,
@@ -311,9 +269,3 @@ def installed() -> dict[str, tuple[Patch, ...]]:
         {'torch': [('torch.autograd.Function.apply',), ...]}
     """
     return {one.framework: one.installed for one in _INSTALLED}
-
-
-def uninstall(abandon: bool = False) -> None:
-    """Remove the patches of all frameworks: see `PatchSet.uninstall`."""
-    for one in tuple(_INSTALLED):
-        one.uninstall(abandon)

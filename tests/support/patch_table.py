@@ -21,26 +21,19 @@ __all__ = ["table", "with_table"]
 def table(patches: Sequence[Patch]) -> str:
     """The patches as a table in Markdown; neighbours that differ in their targets only share a row."""
     lines = [
-        "| target | without it | tested with | where it is not as expected | `uninstall()` |",
-        "|---|---|---|---|---|",
+        "| target | without it | tested with | where it is not as expected |",
+        "|---|---|---|---|",
     ]
-    for (reason, versions, required, undone, everywhere, after), group in groupby(
-        patches, lambda p: (p.reason, p.versions, p.required, _undone(p), p.everywhere, p.after)
+    for (reason, versions, required, everywhere, after), group in groupby(
+        patches, lambda p: (p.reason, p.versions, p.required, p.everywhere, p.after)
     ):
         names = dict.fromkeys(target for patch in group for target in patch.targets)
         targets = ", ".join(f"`{name}`" for name in _shortened(names))
         where = ", wherever the framework has it" if everywhere else ""
         where += ", when it is imported" if after else ""
         otherwise = "no DTensors" if required else "left out"
-        lines.append(f"| {targets}{where} | {reason} | {versions} | {otherwise} | {undone} |")
+        lines.append(f"| {targets}{where} | {reason} | {versions} | {otherwise} |")
     return "\n".join(lines)
-
-
-def _undone(patch: Patch) -> str:
-    """The effect of `PatchSet.uninstall`, in words."""
-    if any(name.endswith("]") for name in patch.targets):
-        return "the entry is removed"
-    return "the original is put back" if patch.held == "own" else "the attribute is deleted"
 
 
 def _shortened(targets: Iterable[str]) -> Iterator[str]:

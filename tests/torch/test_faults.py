@@ -222,7 +222,7 @@ def census():
     for kind in (hp.DeviceMesh, layout.Layout, dist.ProcessGroup, hp.DTensor):
         found[kind.__name__] = sum(isinstance(o, kind) for o in gc.get_objects())
     found["interned"] = len(mesh_slices.MESHES), len(layout._LAYOUTS)
-    found["plans"] = len(dispatch._PLANS), len(redistribute._PLANS)
+    found["cached"] = len(dispatch._RECIPES), len(redistribute._STEPS)
     found["torch"] = len(distributed_c10d._world.pg_map), len(distributed_c10d._world.pg_names)
     return found
 

@@ -452,32 +452,24 @@ def test_on_a_grid(pool: Any) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("first", ["torch.nn.attention.flex_attention", "hyper_parallel"])
-def test_import_order_and_uninstall(first: str) -> None:
-    """The function that a program holds is served, whenever it was imported, and is torch's own again afterwards."""
+def test_import_order(first: str) -> None:
+    """The function that a program holds is served, whenever it was imported."""
     fresh(f"""
 import {first}
 import torch, inspect
 if {first!r} == "hyper_parallel":
     import hyper_parallel as hp
     x = hp.distribute_tensor(torch.ones(2), hp.init_device_mesh("cpu", (1,)), None)
-    del x
 from torch.nn.attention.flex_attention import flex_attention
 import hyper_parallel as hp
-from hyper_parallel.platform import patching
 mesh = hp.init_device_mesh("cpu", (1,))
 signature = inspect.signature(flex_attention)
-before = flex_attention.__code__
 given = [torch.randn(1, 2, 4, 4) for _ in range(3)]
 wanted = flex_attention(*given)
 placed = [hp.distribute_tensor(x, mesh, [hp.Shard(1)]) for x in given]
 got = flex_attention(*placed)
 assert type(got) is type(placed[0]) and torch.equal(got.full_tensor(), wanted)
 assert torch.equal(flex_attention(*given), wanted) and inspect.signature(flex_attention) == signature
-del got, placed
-patching.uninstall()
-assert flex_attention.__code__.co_filename.endswith("flex_attention.py")
-assert {first!r} == "hyper_parallel" or flex_attention.__code__ is before
-assert torch.equal(flex_attention(*given), wanted)
 print("passed")
 hp.get_platform().destroy_process_group()
 """)

@@ -425,7 +425,7 @@ def rows_used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return Spy(rules)
 
     monkeypatch.setattr(core_dispatch, "OPERATIONS", spy(OPERATIONS))
-    monkeypatch.setattr(core_dispatch, "_PLANS", {})
+    monkeypatch.setattr(core_dispatch, "_RECIPES", {})
     for calls in core_dispatch.CALLS.values():
         calls.clear()
     return used

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.redistribute import redistribution_steps
 from hyper_parallel.core.layouts.cuts import as_last_cut, cut_order, in_order
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import PackedShard, Partial, Placement, Replicate, Shard, StridedShard
@@ -125,10 +125,10 @@ def test_steps_between_every_two_layouts(mesh: tuple[int, ...], shape: tuple[int
     if len(mesh) == 3:
         layouts, targets = layouts[::5], targets[::3]
     for source, target in itertools.product(layouts, targets):
-        plans = [plan_redistribution(get_layout(m, source, shape), get_layout(m, target, shape)) for m in ranks]
-        assert len({tuple(map(type, plan)) for plan in plans}) == 1
+        ways = [redistribution_steps(get_layout(m, source, shape), get_layout(m, target, shape)) for m in ranks]
+        assert len({tuple(map(type, way)) for way in ways}) == 1
         before = [get_layout(m, source, shape) for m in ranks]
-        for steps in zip(*plans, strict=True):
+        for steps in zip(*ways, strict=True):
             after, what = [step.layout for step in steps], f"{source} -> {target}: {steps[0].layout.placements}"
             for rank, step in enumerate(steps):
                 row = [int(r) for r in ranks[rank].ranks_along(step.mesh_dim)]

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from ci.error_table import last_word
+
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "hyper_parallel"
 
@@ -34,7 +36,9 @@ LAYERS = {
     "tensor_parallel": ["core.tensor_parallel"],
     "data_parallel": ["core.data_parallel"],
     "integrations": ["integrations"],
+    "twins of torch": ["integrations.torch"],
     "checkpoint": ["checkpoint"],
+    "names of twins": ["checkpoint.distributed", "checkpoint.state_dict"],
     "texts": ["debug.text", "cli.output"],
     "debug": ["debug"],
     "planning": ["planning"],
@@ -85,7 +89,9 @@ MAY_IMPORT = {
     "torch": {"platforms", "contract"},
     "mindspore": {"platforms", "contract"},
     **{floor: below(floor) for floor in FLOORS},
-    "integrations": {*below("data_parallel"), "data_parallel", "checkpoint"},
+    "integrations": {*below("data_parallel"), "data_parallel", "checkpoint", "twins of torch"},
+    "twins of torch": {*below("programs"), "checkpoint"},
+    "names of twins": {"twins of torch"},
     "texts": {"platforms"},
     "checkpoint": {*below("programs"), "data_parallel", "texts"},
     "debug": {*below("programs"), "texts"},
@@ -97,7 +103,7 @@ MAY_IMPORT = {
     "testing": {
         *below("data_parallel"),
         *("data_parallel", "checkpoint", "integrations", "texts", "debug", "planning"),
-        *("adapters", "names", "names of experimental"),
+        *("adapters", "names", "names of experimental", "names of twins"),
     },
     "adapters": {"names", "names of mindspore", "torch", "mindspore"},
     "names": {"platforms", "contract", "table of names"},  # those of the package are resolved when they are first used
@@ -124,11 +130,6 @@ def layer_of(module: str) -> str:
     return max((len(prefix), layer) for prefix, layer in prefixes if f"{module}.".startswith(f"{prefix}."))[1]
 
 
-def name_of(node: ast.expr) -> str:
-    """The last word of a name such as ``importlib.import_module``; "" for other expressions."""
-    return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
-
-
 @cache
 def imports_of(text: str, for_types: bool) -> tuple[tuple[int, str, str], ...]:
     """See `imports`."""
@@ -139,14 +140,14 @@ def imports(tree: ast.AST, for_types: bool) -> Iterator[tuple[int, str, str]]:
     """(line, module, name) of each import when the program runs, also inside functions and as a call. With
     ``for_types``, imports for type checkers too."""
     for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and name_of(node.test) == "TYPE_CHECKING" and not for_types:
+        if isinstance(node, ast.If) and last_word(node.test) == "TYPE_CHECKING" and not for_types:
             continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0 and node.module, f"line {node.lineno}: a relative import"
             yield from ((node.lineno, node.module, alias.name) for alias in node.names)
-        elif isinstance(node, ast.Call) and name_of(node.func) in ("import_module", "__import__"):
+        elif isinstance(node, ast.Call) and last_word(node.func) in ("import_module", "__import__"):
             yield from ((node.lineno, str(name.value), "") for name in node.args[:1] if isinstance(name, ast.Constant))
         yield from imports(node, for_types)
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ci.error_table import last_word
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hyper_parallel"
 
@@ -43,10 +45,8 @@ def imported_packages(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             yield node.lineno, node.module.split(".")[0]
-        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-            if function in ("import_module", "__import__"):
-                yield node.lineno, str(node.args[0].value).split(".")[0]
+        elif isinstance(node, ast.Call) and last_word(node.func) in ("import_module", "__import__"):
+            yield from ((node.lineno, str(x.value).split(".")[0]) for x in node.args[:1] if isinstance(x, ast.Constant))
 
 
 def words_of_code(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("unmeasured")
 
 FRAMEWORKS = ("torch", "torch_npu", "mindspore", "transformers")
 #: Install patches: everything that they write is listed in a module patches.py.
-INSTALL = (PACKAGE / "platform" / "patching.py", PACKAGE / "platform" / "places.py")
+INSTALL = (PACKAGE / "platform" / "patching.py", PACKAGE / "platform" / "patch_places.py")
 #: State of a framework, which is data that it writes itself, and not a function: file -> the names written there.
 STATE = {
     # MindSpore goes on saying that there are groups after it has destroyed them.

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from hyper_parallel.platform import patching
-from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes, uninstall
-from hyper_parallel.platform.without_patches import NeedsPatches
+from hyper_parallel.platform.patching import Patch, PatchSet, installed, takes
 from tests.support.patch_table import table, with_table
 
 
@@ -43,7 +41,6 @@ def framework(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module.sub = sub
     sys.modules.update({"fw": module, "fw.sub": sub})
     yield module
-    uninstall(abandon=True)
     del sys.modules["fw"], sys.modules["fw.sub"]
 
 
@@ -100,7 +97,7 @@ def test_every_kind_is_installed_and_taken_back(framework: Any) -> None:
         there = state_of(framework)
         patches.install()  # is there already
         assert state_of(framework) == there
-        uninstall()
+        patches.uninstall()
         assert state_of(framework) == before and "fw" not in installed()
         patches.uninstall()  # is not there any more
 
@@ -175,64 +172,6 @@ def test_what_somebody_changed_since_is_left(framework: Any) -> None:
     assert framework.Tensor().step() == "plain step"
 
 
-def test_what_the_framework_wraps_is_undone_as_it_would_have_it(framework: Any) -> None:
-    def hooked(found: Any, original: Any) -> Any:
-        return ("hooked", original)
-
-    original = framework.Tensor.step
-    patches = PatchSet("fw", "1.0", [patch("fw.Tensor.step", rewrapped=hooked)])
-    patches.install()
-    framework.Tensor.step = marked(framework.Tensor.step)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        patches.uninstall()
-    assert framework.Tensor.step == ("hooked", original)
-
-
-class Distributed:
-    """An object with the methods of a DTensor class."""
-
-    shape = (2, 3)
-
-    def __repr__(self) -> str:
-        return f"Distributed{self.shape}"
-
-
-def test_distributed_tensors_need_the_patches(framework: Any) -> None:
-    """Distributed tensors keep `uninstall` from running, or are given up, and come back with the patches."""
-    switched: list[bool] = []
-    patches = PatchSet("fw", "1.0", [patch("fw.clip")], lambda: [Distributed], switched.append)
-    patches.install()
-    x: Any = Distributed()
-    with pytest.raises(RuntimeError, match=r"1 DTensors still exist.*delete the models.*uninstall\(abandon=True\)"):
-        patches.uninstall()
-    assert patches.installed and x.shape == (2, 3)
-    patches.uninstall(abandon=True)
-    assert isinstance(x, Distributed)
-    for use in (
-        lambda y: y.shape,
-        repr,
-        lambda y: y.__torch_function__(None, (), ()),
-        lambda y: y.__fallback__(None, ()),
-    ):
-        with pytest.raises(RuntimeError, match=r"patches of fw are not installed.*fw\.patches\.PATCHES\.install"):
-            use(x)
-    patches.install()
-    assert repr(x) == "Distributed(2, 3)"
-    assert switched == [True, False, True]
-    del x
-    patches.uninstall()
-
-
-def test_none_can_be_made_without_the_patches() -> None:
-    class Classes:
-        dtensor: Any = NeedsPatches("fw")
-
-    for holder in (Classes, Classes()):
-        with pytest.raises(RuntimeError, match="the patches of fw are not installed"):
-            holder.dtensor  # noqa: B018
-
-
 def test_table() -> None:
     """Neighbours that differ in their targets share a row; targets that differ in one part share a name."""
     text = table(
@@ -245,12 +184,10 @@ def test_table() -> None:
         ]
     )
     assert text.splitlines()[2:] == [
-        "| `fw.{Tensor, Other, Third}.step`, `fw.clip` | numbers are wrong | 1.0 to 1.2 | no DTensors | "
-        "the original is put back |",
-        "| `fw.a.b`, `fw.c.d` | numbers are wrong | 1.0 to 1.2 | left out | the original is put back |",
-        "| `fw.names[]`, wherever the framework has it | numbers are wrong | 1.0 to 1.2 | no DTensors | "
-        "the entry is removed |",
-        "| `fw.Tensor.added` | numbers are wrong | 1.0 to 1.2 | no DTensors | the attribute is deleted |",
+        "| `fw.{Tensor, Other, Third}.step`, `fw.clip` | numbers are wrong | 1.0 to 1.2 | no DTensors |",
+        "| `fw.a.b`, `fw.c.d` | numbers are wrong | 1.0 to 1.2 | left out |",
+        "| `fw.names[]`, wherever the framework has it | numbers are wrong | 1.0 to 1.2 | no DTensors |",
+        "| `fw.Tensor.added` | numbers are wrong | 1.0 to 1.2 | no DTensors |",
     ]
 
 

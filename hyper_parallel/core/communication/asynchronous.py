@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hyper_parallel.core.communication import collectives
 from hyper_parallel.core.communication.errors import explain_along
 from hyper_parallel.core.communication.recorder import LISTENERS, dim_name, record
-from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.redistribute import redistribution_steps
 from hyper_parallel.core.communication.shard_steps import Gather, ReduceScatter
 from hyper_parallel.core.communication.transitions import AllReduce, Move, ReduceExtreme, ReduceProduct, Step
 from hyper_parallel.core.layouts.layout import Layout
@@ -117,7 +117,7 @@ def can_start(source: Layout, target: Layout) -> bool:
     shards."""
     if source is target:
         return False
-    step = plan_redistribution(source, target)[-1]
+    step = redistribution_steps(source, target)[-1]
     if isinstance(step, Gather):
         return step.size > 1 and len(set(step.source_sizes)) == 1 and not isinstance(step.source, PackedShard)
     if isinstance(step, ReduceScatter):
@@ -129,7 +129,7 @@ def start_redistribution(x: Any, target: Layout) -> Any:
     """Return the DTensor ``x`` redistributed to ``target``, with the last collective still pending. `can_start` must be
     true."""
     platform = target.mesh.platform
-    *before, last = plan_redistribution(x._layout, target)
+    *before, last = redistribution_steps(x._layout, target)
     for move in before:
         x = move.move(x)
     step = _Started(last)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.places import line_of_program
+from hyper_parallel.core.program_places import line_of_program
 
 if TYPE_CHECKING:
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh

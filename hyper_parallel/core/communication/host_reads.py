@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.communication.errors import CollectiveError
-from hyper_parallel.core.places import line_of_program
+from hyper_parallel.core.program_places import line_of_program
 from hyper_parallel.platform.logs import LOG
 
 if TYPE_CHECKING:

@@ -36,14 +36,14 @@ def redistribute(x: Any, layout: Layout) -> Any:
     source = x._layout
     if source is layout:
         return x
-    for step in _PLANS[source, layout]:
+    for step in _STEPS[source, layout]:
         x = step.move(x)
     return x
 
 
 def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
     """Return a local tensor of layout ``source`` redistributed to ``target``. It is differentiable."""
-    for step in plan_redistribution(source, target):
+    for step in redistribution_steps(source, target):
         local = step(local)
     return local
 
@@ -115,14 +115,14 @@ def partial_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
     return mesh, mesh_dims
 
 
-def plan_redistribution(source: Layout, target: Layout) -> tuple[Move, ...]:
+def redistribution_steps(source: Layout, target: Layout) -> tuple[Move, ...]:
     """Return the cheapest steps from ``source`` to ``target``, which have the same mesh and shape. All ranks get the
     same steps.
 
     Several mesh dimensions may shard one tensor dimension, each splitting the shards of the previous one. A step can
     undo only the last split, and can add a split only after the others. The search over placements ensures this.
     """
-    return _PLANS[source, target]
+    return _STEPS[source, target]
 
 
 def redistribution_cost(source: Layout, target: Layout) -> float:
@@ -130,13 +130,13 @@ def redistribution_cost(source: Layout, target: Layout) -> float:
     return _COSTS[source, target]
 
 
-def _plan(key: tuple[Layout, Layout]) -> tuple[Move, ...]:
+def _steps(key: tuple[Layout, Layout]) -> tuple[Move, ...]:
     key[0].mesh.require_member("a redistribution")
     return tuple(itertools.starmap(_step_between, itertools.pairwise(_search(*key)[1])))
 
 
 #: (source, target) -> steps. The second table holds their costs.
-_PLANS: Table = Table(_plan, 1 << 14, "plans of redistribution")
+_STEPS: Table = Table(_steps, 1 << 14, "steps of redistributions")
 _COSTS: Table = Table(lambda key: _search(*key)[0], 1 << 14, "costs of redistribution")
 
 

@@ -233,7 +233,7 @@ def agreements_below(module: Any, platform: Any) -> tuple[Paths, list[Agreement]
     Also return the agreements of these units.
     """
     below = [(m, path, getattr(m, UNIT, None)) for path, m in platform.named_modules(module)]
-    paths = {id(m): (weakref.ref(m), path) for m, path, plan in below if plan is not None}
-    meshes = dict.fromkeys(plan.mesh for _, _, plan in below if plan is not None)
+    paths = {id(m): (weakref.ref(m), path) for m, path, facts in below if facts is not None}
+    meshes = dict.fromkeys(facts.mesh for _, _, facts in below if facts is not None)
     found = [agreement_of(mesh, dim) for mesh in meshes for dim in range(mesh.ndim)]
     return paths, [agreement for agreement in found if agreement is not None]

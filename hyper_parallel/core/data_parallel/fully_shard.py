@@ -22,8 +22,8 @@ from hyper_parallel.core.data_parallel.options import (
     fewer_ranks,
 )
 from hyper_parallel.core.data_parallel.places import Slot
-from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.unit import is_unit, make_unit, unit_of
+from hyper_parallel.core.data_parallel.unit_facts import UnitFacts
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout
@@ -136,13 +136,15 @@ def fully_shard(
     inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward > 1
-    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype)
+    facts = UnitFacts(
+        mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype
+    )
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
-            local = plan.stored(_shard_of(platform.detach(p), mesh, dim))
+            local = facts.stored(_shard_of(platform.detach(p), mesh, dim))
         platform.set_distributed_parameter(holder, name, local, layout)
         _OWNED.set(platform.own_parameters(holder)[name], f"{name!r} of {type(holder).__name__}")
-    make_unit(modules, plan)
+    make_unit(modules, facts)
     for one in modules:
         remember_model(one)
     what = f"{name_of_unit} under fully_shard"

@@ -50,7 +50,7 @@ class Model:
     """
 
     def __init__(self, outermost: UnitParameters, module: Any) -> None:
-        self.platform, self.outermost = outermost.plan.mesh.platform, weakref.ref(outermost)
+        self.platform, self.outermost = outermost.facts.mesh.platform, weakref.ref(outermost)
         self.is_last_backward = True
         self.abandoned = 0
         self.accumulating: dict[UnitParameters, None] = {}
@@ -74,7 +74,7 @@ class Model:
         self._passes: dict[Any, BackwardPass] = {}
         self._position = 0  # position in `_ends` that the backward passes have reached
         self._paths, self._agreements = agreements_below(module, self.platform)
-        announce("fully_shard", module, outermost.plan.mesh)
+        announce("fully_shard", module, outermost.facts.mesh)
 
     # ---------------------------------------------------------------------- forward
     @contextmanager
@@ -92,7 +92,7 @@ class Model:
         beside = self.meshes_beside(module) if outermost and self.one_loss else ()
         complete = False
         try:
-            with summed_over(unit.plan.mesh if self.one_loss else None, beside):
+            with summed_over(unit.facts.mesh if self.one_loss else None, beside):
                 yield
             complete = True
         finally:
@@ -193,8 +193,8 @@ class Model:
     def meshes_beside(self, module: Any) -> tuple[DeviceMesh, ...]:
         """Return the meshes on which tensor-parallel styles have placed parameters below the outermost ``module``."""
         if self._beside is None:
-            plans = [getattr(below, UNIT, None) for _, below in self.platform.named_modules(module)]
-            inner = [layout for plan in plans if plan is not None for layout in plan.inner]
+            found = [getattr(below, UNIT, None) for _, below in self.platform.named_modules(module)]
+            inner = [layout for facts in found if facts is not None for layout in facts.inner]
             self._beside = tuple(dict.fromkeys(layout.mesh for layout in inner if layout is not None))
         return self._beside
 

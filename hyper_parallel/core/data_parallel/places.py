@@ -20,7 +20,7 @@ from hyper_parallel.core.observers import CHECKS
 
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
-    from hyper_parallel.core.data_parallel.plan import Plan
+    from hyper_parallel.core.data_parallel.unit_facts import UnitFacts
 
 __all__ = ["Places", "Slot", "Writes", "counts_of", "found_there"]
 
@@ -232,12 +232,12 @@ class Writes:
     """Detection of writes to the parameters of one unit, and copies of the written values to the shards.
 
     Args:
-        plan: plan of the unit.
+        facts: facts of the unit.
         what: name of the unit in messages.
     """
 
-    def __init__(self, plan: Plan, what: str) -> None:
-        self._plan, self._platform, self._what = plan, plan.mesh.platform, what
+    def __init__(self, facts: UnitFacts, what: str) -> None:
+        self._facts, self._platform, self._what = facts, facts.mesh.platform, what
         self._forwards = 0
         self._uncounted: set[int] = set()  # indices of parameters with uncounted writes
 
@@ -291,14 +291,14 @@ class Writes:
             # The parameter was gathered in another dtype: elements that were not written keep their full precision.
             kept = platform.masked_fill(platform.to_device(shard), part != sent, 0.0)
             part = kept + platform.masked_fill(platform.to_dtype(part, shard.dtype), part == sent, 0.0)
-        platform.write(shard, self._plan.stored(part))
+        platform.write(shard, self._facts.stored(part))
         return True
 
     def _compare(self, wholes: Sequence[Any]) -> None:
         """Make ranks compare the unsharded parameters: gathered values, and values that the ranks have written."""
-        platform, mesh = self._platform, self._plan.mesh
+        platform, mesh = self._platform, self._facts.mesh
         facts = {}
-        for slot in self._plan.slots:
+        for slot in self._facts.slots:
             values = platform.bytes_of(platform.clone(platform.detach(wholes[slot.index])))
             facts[f"the values written to {slot}"] = f"digest {hashlib.sha256(values).hexdigest()[:12]}"
         for mesh_dim in range(mesh.ndim):

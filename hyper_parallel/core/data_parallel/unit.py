@@ -21,7 +21,7 @@ from hyper_parallel.core.data_parallel.gradients import with_summed
 from hyper_parallel.core.data_parallel.hooks import Inputs, Results, cast, refuse_second_order
 from hyper_parallel.core.data_parallel.model import RUNNING, Model
 from hyper_parallel.core.data_parallel.places import counts_of
-from hyper_parallel.core.data_parallel.plan import Plan
+from hyper_parallel.core.data_parallel.unit_facts import UnitFacts
 from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 from hyper_parallel.core.trees import tensors_in
@@ -31,7 +31,7 @@ from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["Unit", "is_unit", "make_unit", "shows_whole_parameters", "unit_of"]
 
-#: module -> its `Unit`. A copy of a module shares the plan, and gets its own unit.
+#: module -> its `Unit`. A copy of a module shares the facts, and gets its own unit.
 _UNITS = WeakTable()
 #: Attribute of a module in a unit of several modules: the `_Modules` of the unit.
 _GROUP = "_fully_sharded_group"
@@ -41,7 +41,7 @@ class Unit:
     """The unit of one module object, or of several.
 
     Args:
-        plan: facts that a module shares with its copies.
+        facts: those that a module shares with its copies.
         modules: the modules. They are not kept alive.
 
     Attributes:
@@ -50,17 +50,17 @@ class Unit:
         model: state shared with the other units below the outermost one; None before the first forward.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[Any]) -> None:
-        self.platform = plan.mesh.platform
+    def __init__(self, facts: UnitFacts, modules: Sequence[Any]) -> None:
+        self.platform = facts.mesh.platform
         self.what = f"{' and '.join(type(module).__name__ for module in modules)} under fully_shard"
         self.model: Any = None  # a `Model`
-        self.parameters = UnitParameters(plan, modules, self.what)
+        self.parameters = UnitParameters(facts, modules, self.what)
         self._views = self.platform.joint_function(
             named("FullyShardParameters", self._views_forward), self._views_backward
         )
         unit = self.parameters
         self._results = Results(
-            plan.mesh, self.what, "fully_shard", lambda call: self.model.reached(unit, call), unit.frees
+            facts.mesh, self.what, "fully_shard", lambda call: self.model.reached(unit, call), unit.frees
         )
         self._inputs = Inputs(
             self.platform,
@@ -82,7 +82,7 @@ class Unit:
         elif self.model is None:
             self.model = Model(parameters, module)
         model = self.model
-        policy = parameters.plan.mp_policy
+        policy = parameters.facts.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
             args, kwargs = cast((args, kwargs), policy.param_dtype, platform)
         plain = platform.Tensor
@@ -110,10 +110,10 @@ class Unit:
     def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
         """Determine in the outermost unit whether the batch is distributed, and check that the other units agree."""
         model = self.model
-        distributed = is_distributed(inputs, self.parameters.plan.mesh, self.what)
+        distributed = is_distributed(inputs, self.parameters.facts.mesh, self.what)
         if decides:
             model.one_loss = bool(distributed)
-        elif self.parameters.plan.slots and distributed is not None and distributed is not model.one_loss:
+        elif self.parameters.facts.slots and distributed is not None and distributed is not model.one_loss:
             raise mixed_batch(self.what, distributed)
 
     def _run(
@@ -127,7 +127,7 @@ class Unit:
         again: bool,
     ) -> Any:
         platform, model, unit = self.platform, self.model, self.parameters
-        if not unit.plan.slots:
+        if not unit.facts.slots:
             if not again:
                 model.entered(unit)
             output = forward(module, *args, **kwargs)
@@ -197,7 +197,7 @@ class Unit:
                 new = self._views((call, b, views), *[call.parameters[i] for i in trained])
                 for i, x in zip(trained, new, strict=True):
                     found[i] = x
-        if asked and self.parameters.plan.mesh.size() > 1:
+        if asked and self.parameters.facts.mesh.size() > 1:
             call.anchors = [found[indices[0]] for indices in call.trained if indices]
         found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
         return self.parameters.as_read(found, call.unsummed, self.model.one_loss)
@@ -236,7 +236,7 @@ class Unit:
                 no shard is moved.
         """
         platform, unit = self.platform, self.parameters
-        if not unit.plan.slots:
+        if not unit.facts.slots:
             return
         with platform.no_dispatch(), platform.no_grad():
             parameters = unit.places.parameters()
@@ -257,11 +257,11 @@ class _Modules:
         self.modules = list(modules)
 
 
-def make_unit(modules: Sequence[Any], plan: Plan) -> None:
+def make_unit(modules: Sequence[Any], facts: UnitFacts) -> None:
     """Make ``modules`` a unit."""
     group = _Modules(modules)
     for module in modules:
-        object.__setattr__(module, UNIT, plan)
+        object.__setattr__(module, UNIT, facts)
         if len(modules) > 1:
             object.__setattr__(module, _GROUP, group)
 

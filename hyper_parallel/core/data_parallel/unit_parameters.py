@@ -18,8 +18,8 @@ from hyper_parallel.core.data_parallel.call import Call, Leaves, ModuleGroup, ch
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import Gradients, leave_unsummed, with_summed
 from hyper_parallel.core.data_parallel.places import Places, Writes, counts_of
-from hyper_parallel.core.data_parallel.plan import Plan, Settings
 from hyper_parallel.core.data_parallel.reduction import CustomCollectives
+from hyper_parallel.core.data_parallel.unit_facts import Settings, UnitFacts
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.platform.contract import NOTHING_FASTER
 
@@ -32,12 +32,12 @@ class UnitParameters:
     """The parameters of a unit.
 
     Args:
-        plan: plan of the unit.
+        facts: facts of the unit.
         modules: modules of the unit, which are not kept alive.
         what: name of the unit in messages.
 
     Attributes:
-        plan, what: the arguments.
+        facts, what: the arguments.
         settings: settings of the unit.
         steps: events of the unit that ranks compare.
         gradients: reduction of its gradients.
@@ -49,17 +49,17 @@ class UnitParameters:
         collectives: the collectives of the buffers.
     """
 
-    def __init__(self, plan: Plan, modules: Sequence[Any], what: str) -> None:
-        self.plan, self._platform, self.what = plan, plan.mesh.platform, what
-        self.settings, self.steps = Settings(plan), Steps(plan.mesh, modules)
-        self.gradients = Gradients(plan.mesh, plan.stored if plan.moves_shards else None)
+    def __init__(self, facts: UnitFacts, modules: Sequence[Any], what: str) -> None:
+        self.facts, self._platform, self.what = facts, facts.mesh.platform, what
+        self.settings, self.steps = Settings(facts), Steps(facts.mesh, modules)
+        self.gradients = Gradients(facts.mesh, facts.stored if facts.moves_shards else None)
         self.group = ModuleGroup(len(modules))
-        self.places = Places(self._platform, modules, plan.slots, what)
+        self.places = Places(self._platform, modules, facts.slots, what)
         self.buffers: list[FlatBuffer] = []
         self.members: list[list[int]] = []
         self.scope: str | None = None
         self.collectives = CustomCollectives()
-        self._writes = Writes(plan, what)
+        self._writes = Writes(facts, what)
         self._dtypes: list[Any] | None = None
         self._asked: list[bool] | None = None
         self._trained: tuple[list[list[int]], int | None] = [], None
@@ -87,7 +87,7 @@ class UnitParameters:
         if self._dtypes != dtypes:
             self.drop()
             self.places.check_values(parameters)
-            self.buffers, self.members = self.plan.buffers(parameters)
+            self.buffers, self.members = self.facts.buffers(parameters)
             for buffer in self.buffers:
                 buffer.collectives = self.collectives
             self._dtypes, self._asked = dtypes, None
@@ -113,12 +113,12 @@ class UnitParameters:
             one_loss: whether the batch is distributed.
         """
         wrap = self._platform.wrap
-        for i, layout, is_shared in self.plan.distributed:
+        for i, layout, is_shared in self.facts.distributed:
             xs[i] = x = wrap(xs[i], layout)
             if is_shared:
                 x._collect = partial(leave_unsummed, unsummed, i)
-        for i in self.plan.plain if one_loss else ():
-            xs[i] = whole_for_all(xs[i], self.plan.mesh)
+        for i in self.facts.plain if one_loss else ():
+            xs[i] = whole_for_all(xs[i], self.facts.mesh)
         return xs
 
     def _views(self, values: Sequence[Any]) -> list[Any]:
@@ -214,7 +214,7 @@ class UnitParameters:
             parameters: a fresh result of `shards`, if the caller has one.
             again: whether this is for a backward. It gathers from the parts that `shrink` saved on fewer ranks, if any.
         """
-        if self._values is not None or not self.plan.slots or self._pending:
+        if self._values is not None or not self.facts.slots or self._pending:
             return False
         self.steps.gather()
         with self._platform.no_dispatch():
@@ -249,7 +249,7 @@ class UnitParameters:
     def unshard(self) -> None:
         """Gather the parameters, and let modules find the unsharded ones until `reshard`, or until the unit has run.
         Within its forward or backward this does nothing, because the parameters are unsharded already."""
-        if not self.plan.slots or self._put or self._shown:
+        if not self.facts.slots or self._put or self._shown:
             return
         platform = self._platform
         with platform.no_dispatch():
@@ -259,7 +259,7 @@ class UnitParameters:
             values = self.gather(self.is_freed, parameters)
             self._values, self._whole_at = values, versions_of(parameters)
             wholes = self._views(values)
-            for i, layout, _ in self.plan.distributed:
+            for i, layout, _ in self.facts.distributed:
                 wholes[i] = platform.wrap(wholes[i], layout)
         self._shown = wholes
         self.places.put_beside(wholes)
@@ -320,7 +320,7 @@ class UnitParameters:
     @property
     def reopens(self) -> bool:
         """Return whether backward unshards the parameters."""
-        return self.is_freed and bool(self.plan.slots) and self.settings.whole_in_backward
+        return self.is_freed and bool(self.facts.slots) and self.settings.whole_in_backward
 
     def runs_in_order(self, call: Call) -> bool:
         """Return whether cotangents are complete only after all readers of the parameters have run in backward."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.asynchronous import can_start, start_redistribution
-from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.redistribute import redistribution_steps
 from hyper_parallel.core.communication.transitions import Move, ReduceExtreme, ReduceProduct, Step
 from hyper_parallel.core.layouts.layout import Layout, replicated_layout, requested_layout
 from hyper_parallel.core.layouts.placement_types import Placement
@@ -28,7 +28,7 @@ def redistribute_as(x: Any, target: Layout, async_op: bool, forward_dtype: Any, 
         with platform.no_dispatch():
             return start_redistribution(x, target)
     with platform.no_dispatch():
-        steps = () if target is x._layout else plan_redistribution(x._layout, target)
+        steps = () if target is x._layout else redistribution_steps(x._layout, target)
         forward_dtype = x.dtype if forward_dtype is None else forward_dtype
         if any(isinstance(step, (ReduceExtreme, ReduceProduct)) for step in steps):
             # Backward of these steps depends on the values, and does not communicate.

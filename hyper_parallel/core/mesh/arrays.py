@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -88,3 +89,15 @@ def rows_along(ranks: np.ndarray, dims: Sequence[int]) -> list[list[int]]:
     size = int(np.prod([ranks.shape[dim] for dim in dims]))
     rows: list[list[int]] = np.moveaxis(ranks, list(dims), list(last)).reshape(-1, size).tolist()
     return rows
+
+
+def rows_by_dims(ranks: np.ndarray) -> Iterator[tuple[tuple[int, ...], set[tuple[int, ...]]]]:
+    """Yield each choice of dimensions, the smallest first, with all rows of the array along them (see `rows_along`).
+
+    Example:
+        >>> [dims for dims, rows in rows_by_dims(np.arange(8).reshape(2, 2, 2)) if (0, 1, 4, 5) in rows]
+        [(0, 2)]
+    """
+    for count in range(1, ranks.ndim + 1):
+        for dims in itertools.combinations(range(ranks.ndim), count):
+            yield dims, set(map(tuple, rows_along(ranks, dims)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hyper_parallel.core.mesh.arrays import sub_array
+from hyper_parallel.core.mesh.arrays import rows_by_dims
 from hyper_parallel.core.mesh.roots import root_mesh
 
 if TYPE_CHECKING:
@@ -75,8 +74,8 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
     Raises:
         ValueError: when the ranks are not a row along dimensions of ``root``, or this rank is outside ``root``.
     """
-    coordinate, names = root.get_coordinate(), known.names or ()
-    if coordinate is None:
+    names = known.names or ()
+    if root.get_coordinate() is None:
         raise ValueError(
             f"cannot take a slice on a rank outside of the mesh: {root} does not have rank {root.get_rank()}"
         )
@@ -85,7 +84,8 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         if name in root.mesh_dim_names or name in root.slices.flat_names:
             continue
         row = known.ranks[tuple(slice(None) if d == dim else i for d, i in enumerate(place))].tolist()
-        dims = _dims_of_row(root, row, coordinate)
+        # One dimension may do: one that the framework flattened to rename it.
+        dims = next((dims for dims, rows in rows_by_dims(root.ranks) if tuple(row) in rows), None)
         if dims is None:
             raise ValueError(
                 f"dimension {name!r} has the ranks {row}, which no dimension of {root} has, flattened or not: make a "
@@ -95,12 +95,3 @@ def _slice_like(root: Any, known: NativeMesh) -> Any:
         root.slices.flat_groups.setdefault(dims, known.groups[dim])
         root.slices.flat_names[name] = dims
     return root[names]
-
-
-def _dims_of_row(root: Any, row: list[int], coordinate: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return the dimensions of ``root`` whose flattened row through ``coordinate`` has the ranks ``row``."""
-    for count in range(1, root.ndim + 1):  # one: a dimension that the framework flattened to rename it
-        for dims in itertools.combinations(range(root.ndim), count):
-            if sub_array(root.ranks, (dims,), coordinate).tolist() == row:
-                return dims
-    return None

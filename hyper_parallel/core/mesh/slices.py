@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from hyper_parallel.core.caches import Table
-from hyper_parallel.core.mesh.arrays import rows_along, sub_array
+from hyper_parallel.core.mesh.arrays import rows_along, rows_by_dims, sub_array
 from hyper_parallel.core.mesh.groups import NO_OVERRIDES, MeshGroups, Overrides, override_of
 from hyper_parallel.core.observers import CHECKS
 
@@ -214,13 +214,13 @@ def _along_other(key: tuple[Any, Any]) -> tuple[tuple[int, ...], ...] | None:
     found: list[tuple[int, ...]] = []
     if mesh.mesh_dim_names is None or root.mesh_dim_names is None:
         return None
-    runs = [tuple(range(i, j + 1)) for i in range(root.ndim) for j in range(i, root.ndim)]
+    all_rows = dict(rows_by_dims(root.ranks))
     for entry, name, group in zip(mesh.slices.along, mesh.mesh_dim_names, mesh.groups.own, strict=True):
         rows = set(map(tuple, rows_along(own, entry)))
         alike = [
             (len(dims), root.mesh_dim_names[dims[0]] != name, dims)  # the name distinguishes dimensions of one rank
-            for dims in runs
-            if dims not in found and set(map(tuple, rows_along(root.ranks, dims))) == rows
+            for dims in all_rows
+            if dims not in found and all_rows[dims] == rows
         ]
         if not alike:
             return None

@@ -35,7 +35,7 @@ After = Callable[[tuple, Any], None]
 
 
 class Aliasing:
-    """Steps of a plan before and after its local operation, for results that share memory.
+    """Steps of a recipe before and after its local operation, for results that share memory.
 
     Attributes:
         copies: ``copies(operand 0)`` returns whether the local operation must run on a copy of the operand; None for
@@ -53,13 +53,13 @@ class Aliasing:
 def aliasing_of(
     op: CanonicalOp, layouts: tuple, static_args: Any, strategy: Strategy, name: str, made: bool = False
 ) -> Aliasing | None:
-    """Return the aliasing steps for plans of ``op``, or None if no step is needed. ``op`` must not write in place.
+    """Return the aliasing steps for recipes of ``op``, or None if no step is needed. ``op`` must not write in place.
 
     Args:
         op: the operation.
         layouts: layouts of the operands, None for an operand that is not a tensor.
         static_args: the static arguments.
-        strategy: strategy of the plan.
+        strategy: strategy of the recipe.
         name: name of the native operation, for messages.
         made: whether a replacement of the native operation makes the results. They then share no memory.
     """

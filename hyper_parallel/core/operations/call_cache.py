@@ -24,9 +24,9 @@ Run = Callable[[Any, tuple, dict], Any]
 
 
 def call_key(func: Any, args: tuple, kwargs: dict) -> tuple:
-    """Return the cache key of a call of one operation. Calls with equal keys have the same plan.
+    """Return the cache key of a call of one operation. Calls with equal keys have the same recipe.
 
-    ``func`` is the native function, or None if the plan does not depend on it.
+    ``func`` is the native function, or None if the recipe does not depend on it.
     """
     classes = DTENSOR_CLASSES
     positional = [x._layout if type(x) in classes else x if type(x) is int else _key_of(x) for x in args]
@@ -59,7 +59,7 @@ def _key_of(x: Any) -> Any:
 
 
 def remembered_call(
-    key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, plan: Any, static_args: Any
+    key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, recipe: Any, static_args: Any
 ) -> Run | None:
     """Return ``run(func, args, kwargs)`` for all calls with this key. Return None if the key does not determine how
     they run.
@@ -70,7 +70,7 @@ def remembered_call(
         args: positional arguments of the call.
         kwargs: named arguments of the call.
         operands: the operands that the op table's entry extracted.
-        plan: plan of the operation.
+        recipe: recipe of the operation.
         static_args: the static arguments.
     """
     if not (op.elementwise or op.repeatable) or any(k is _OTHER for k in key) or not _is_value(static_args):
@@ -85,22 +85,22 @@ def remembered_call(
             return None
         places = found
         take = _all if places == [*range(len(args))] else _from(places)
-    # The plan may depend on the value of a float or DTensor that is not an operand. The key has only its type or
+    # The recipe may depend on the value of a float or DTensor that is not an operand. The key has only its type or
     # layout.
     if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
         return None
     if any(type(x) in DTENSOR_CLASSES for name, x in kwargs.items() if name not in places):
         return None
-    if not plan.only_local:
-        return lambda func, args, kwargs: plan(func, take(args, kwargs), static_args)
-    return _bind_local(plan, take, static_args if plan.static_args is None else plan.static_args)
+    if not recipe.only_local:
+        return lambda func, args, kwargs: recipe(func, take(args, kwargs), static_args)
+    return _bind_local(recipe, take, static_args if recipe.static_args is None else recipe.static_args)
 
 
-def _bind_local(plan: Any, take: Take, static_args: Any) -> Run:
-    """Return the run function of a plan that only reads tensors, runs the native operation and wraps the result."""
-    call, no_dispatch, wrap, result = plan.call, plan.no_dispatch, plan.wrap, plan.result
-    wrap_several, reads, copies, after = plan.wrap_several, plan.reads, plan.copies, plan.after
-    clone = plan.mesh.platform.clone
+def _bind_local(recipe: Any, take: Take, static_args: Any) -> Run:
+    """Return the run function of a recipe that only reads tensors, runs the native operation and wraps the result."""
+    call, no_dispatch, wrap, result = recipe.call, recipe.no_dispatch, recipe.wrap, recipe.result
+    wrap_several, reads, copies, after = recipe.wrap_several, recipe.reads, recipe.copies, recipe.after
+    clone = recipe.mesh.platform.clone
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         with no_dispatch():

@@ -1,7 +1,7 @@
-"""Execution of an operation on distributed tensors: find the plan, run it on local tensors, wrap the result.
+"""Execution of an operation on distributed tensors: find the recipe, run it on local tensors, wrap the result.
 
-The hot path is one dictionary look-up under the operands' layouts and static arguments. Then come the reads of the plan
-(usually none), the native operation and the wrap. All other work happens once per plan.
+The hot path is one dictionary look-up under the operands' layouts and static arguments. Then come the reads of the
+recipe (usually none), the native operation and the wrap. All other work happens once per recipe.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from hyper_parallel.core.rules.loss_operands import distribute_targets
 from hyper_parallel.core.rules.op_sharding import LocalCall, OpSharding
 from hyper_parallel.platform.contract import NativeOp
 
-_MAX_PLANS, _MAX_CALLS = 1 << 16, 1 << 14
-_PLANS: dict[tuple, _Plan] = Cache(_MAX_PLANS, "plans of operations")
+_MAX_RECIPES, _MAX_CALLS = 1 << 16, 1 << 14
+_RECIPES: dict[tuple, _Recipe] = Cache(_MAX_RECIPES, "recipes of operations")
 
 
-class _Plan:
-    """The execution of an operation for given layouts. Calling a plan runs the operation.
+class _Recipe:
+    """The way to run an operation for given layouts. Calling a recipe runs the operation.
 
     Attributes:
         mesh: the mesh of the operands.
@@ -64,7 +64,7 @@ class _Plan:
         copies: function that returns whether the local operation must run on a copy of operand 0, or None (see
             `aliasing`).
         after: function that records aliasing of operands and result, or None (see `aliasing`).
-        only_local: whether the plan consists only of the reads, the native operation, the wrap, `copies` and `after`.
+        only_local: whether the recipe consists only of the reads, the native operation, the wrap, `copies` and `after`.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _Plan:
         return operands[0]
 
     def _read(self, operands: tuple) -> tuple:
-        """Return the operands in the layouts that the plan requires."""
+        """Return the operands in the layouts that the recipe requires."""
         new = list(operands)
         for i in self.plain:
             new[i] = self._promote(new[i])
@@ -189,7 +189,7 @@ def _wrap_sized(local: Any, result: Layout | Unsized) -> Any:
 def _bind_read(
     have: Layout | None, layout: Layout, partial_dims: tuple[int, ...], op: CanonicalOp | None
 ) -> Callable[[Any], Any]:
-    """Return a function that reads a DTensor for a plan. It redistributes to ``layout``, and applies
+    """Return a function that reads a DTensor for a recipe. It redistributes to ``layout``, and applies
     `partial_grad_view` if the cotangent is partial.
 
     Args:
@@ -277,7 +277,7 @@ def _read(run: Callable[[Any, tuple, dict], Any], func: Any, args: tuple, kwargs
 
 #: entry of the op table -> `call_key` -> `remembered_call`.
 CALLS: dict[NativeOp, dict[tuple, Callable[[Any, tuple, dict], Any]]] = {}
-_RUNS = Table(_make_run, _MAX_PLANS)
+_RUNS = Table(_make_run, _MAX_RECIPES)
 
 
 def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -306,28 +306,28 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
             operands = distribute_targets(operands)
             layouts = tuple([operand_key(x) for x in operands])
         layout_key = (op, layouts, static_args)
-    plan = _PLANS.get(layout_key)
-    if plan is None:
-        plan = None if canonical.gathers else _make_plan(op, canonical, func, operands, layouts, static_args)
-        if plan is None:
+    recipe = _RECIPES.get(layout_key)
+    if recipe is None:
+        recipe = None if canonical.gathers else _make_recipe(op, canonical, func, operands, layouts, static_args)
+        if recipe is None:
             if canonical.elementwise:
                 check_parts(func, layouts)
             return run_gathered(func, args, kwargs, op)
-        _PLANS[layout_key] = plan
+        _RECIPES[layout_key] = recipe
     if key is not None:
-        remembered = remembered_call(key, canonical, args, kwargs, operands, plan, static_args)
+        remembered = remembered_call(key, canonical, args, kwargs, operands, recipe, static_args)
         if remembered is not None:
             CALLS[op][key] = remembered
-    return plan(func, operands, static_args)
+    return recipe(func, operands, static_args)
 
 
 #: The argument of `Platform.make_dtensor_class`.
 dispatch = _Dispatch()
 
 
-def _make_plan(
+def _make_recipe(
     op: NativeOp, canonical: CanonicalOp, func: Any, operands: tuple, layouts: tuple, static_args: Any
-) -> _Plan | None:
+) -> _Recipe | None:
     mesh = common_mesh(layouts, func)
     if mesh is None:
         return None
@@ -350,4 +350,4 @@ def _make_plan(
             "of the operands has another placement. Redistribute the tensor first, or use the operation that returns "
             "a new tensor"
         )
-    return _Plan(op, canonical, known, plain, sharding, strategy, static_args, mesh, name_of(func))
+    return _Recipe(op, canonical, known, plain, sharding, strategy, static_args, mesh, name_of(func))

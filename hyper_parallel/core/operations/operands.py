@@ -8,7 +8,7 @@ from typing import Any
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.owners import owner_of, running_module
-from hyper_parallel.core.places import variable_of
+from hyper_parallel.core.program_places import variable_of
 from hyper_parallel.core.rules.registry import CanonicalOp
 from hyper_parallel.platform.contract.interception import name_of
 
@@ -18,7 +18,7 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 
 
 def operand_key(x: Any) -> Any:
-    """Return the facts about an operand that a plan depends on.
+    """Return the facts about an operand that a recipe depends on.
 
     It is the layout of a DTensor, the shape of a plain tensor, or None for other operands.
     """

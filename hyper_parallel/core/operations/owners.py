@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from hyper_parallel.core.places import place_in_program
+from hyper_parallel.core.program_places import place_in_program
 from hyper_parallel.platform import Platform
 
 __all__ = ["owner_of", "remember_model", "running_module"]

@@ -16,7 +16,6 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.operations.binding import bind_of
-from hyper_parallel.core.places import place_in_program
 from hyper_parallel.core.plain_code.borders import Rows, keeps_parts, merged_rows, misfit, output_problem
 from hyper_parallel.core.plain_code.findings import Finding, Problem
 from hyper_parallel.core.plain_code.inputs import Inputs
@@ -38,6 +37,7 @@ from hyper_parallel.core.plain_code.report import Report
 from hyper_parallel.core.plain_code.sizes import Roots, number_problems, sizes_of_part
 from hyper_parallel.core.plain_code.views import marks_of_base
 from hyper_parallel.core.plain_code.zeros import joined_operands, zeros_beside
+from hyper_parallel.core.program_places import place_in_program
 from hyper_parallel.core.rules import OPERATIONS
 from hyper_parallel.core.rules.batch_parts import BATCH_PART
 from hyper_parallel.platform.contract import Platform

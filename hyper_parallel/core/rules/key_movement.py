@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.communication import asynchronous
-from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.redistribute import redistribution_steps
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.rules.sequence_cut import SequenceCut, sizes_of
@@ -29,7 +29,7 @@ class KeyGather:
     def of(cls, layout: Layout, dim: int) -> KeyGather:
         """Return the all-gather for keys of this layout."""
         placements = [Replicate() if p.is_shard(dim) else p for p in layout.placements]
-        return cls(layout.mesh.platform, tuple(plan_redistribution(layout, layout.with_placements(placements))))
+        return cls(layout.mesh.platform, tuple(redistribution_steps(layout, layout.with_placements(placements))))
 
     def forward(self, k: Any, v: Any) -> tuple[Any, Any]:
         """Return full keys and values from shards, outside autograd."""

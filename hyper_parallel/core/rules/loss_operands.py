@@ -17,9 +17,9 @@ def distribute_targets(operands: tuple) -> tuple:
     """Return the operands of a loss, with plain targets and class weights converted to DTensors inside a loss-parallel
     context.
 
-    This happens before the plan is looked up, so no plan depends on the context. Plain logits stay plain, because they
-    must not be mixed with DTensors. The framework's loss-parallel context is queried only if necessary. That is for
-    plain operands, and for a target that is distributed over samples only.
+    This happens before the recipe is looked up, so no recipe depends on the context. Plain logits stay plain, because
+    they must not be mixed with DTensors. The framework's loss-parallel context is queried only if necessary. That is
+    for plain operands, and for a target that is distributed over samples only.
     """
     logits = getattr(operands[0], "_layout", None)
     if logits is None or not logits.ndim:

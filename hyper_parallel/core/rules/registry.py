@@ -21,7 +21,7 @@ class CanonicalOp:
         name: name of the operation. A trailing underscore means that the result overwrites the first operand.
         rule: sharding rule of the operation.
         signature: operands and static arguments, in order, with their dimensions and defaults.
-        elementwise: whether operands broadcast and the plan does not depend on static arguments. It is then cached by
+        elementwise: whether operands broadcast and the recipe does not depend on static arguments. It is then cached by
             layouts only. Python scalars are operands too.
         repeatable: whether operands and static arguments follow from the arguments of the native call, and not from a
             mode of this library. `call_cache` then caches calls. It is always true for element-wise operations.

@@ -7,7 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.mesh.arrays import rows_along
+from hyper_parallel.core.mesh.arrays import rows_by_dims
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.tensor_parallel.styles.base import ModuleStyle, ParallelStyle
 from hyper_parallel.core.tensor_parallel.styles.experts import ExpertParallel
@@ -266,14 +266,12 @@ def slice_over(over: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh:
     names = root.mesh_dim_names
     if over.ndim != 1 or over.get_root_mesh() is root or names is None:
         return over
-    wanted = sorted(over.rows())
-    for count in range(1, root.ndim + 1):
-        for first in range(root.ndim - count + 1):
-            dims = range(first, first + count)
-            if sorted(rows_along(root.ranks, dims)) == wanted:
-                found = root[tuple(names[dim] for dim in dims)]
-                return found if count == 1 else found._flatten()
-    return over
+    wanted = set(map(tuple, over.rows()))
+    dims = next((dims for dims, rows in rows_by_dims(root.ranks) if rows == wanted), None)
+    if dims is None:
+        return over
+    found = root[tuple(names[dim] for dim in dims)]
+    return found if len(dims) == 1 else found._flatten()
 
 
 def _read(x: Any, mesh: DeviceMesh) -> Any:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel import checkpoint
-from hyper_parallel.checkpoint.pretrained import load_arranged
 from hyper_parallel.checkpoint.ranks import all_ranks, together
-from hyper_parallel.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.integrations.huggingface.renamed import arrangement
+from hyper_parallel.integrations.torch.state_dict_values import StateDictOptions
+from hyper_parallel.integrations.torch.state_dicts import get_model_state_dict
 from hyper_parallel.platform import get_platform
 
 __all__ = ["full_state_dict", "load_pretrained", "save_pretrained"]
@@ -85,9 +85,15 @@ def load_pretrained(
         >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=2, do_sample=False, pad_token_id=0).shape
         torch.Size([1, 4])
     """
-    arrange = arrangement(model) if rename is None else None
-    load_arranged(
-        model, path, arrange, rename=rename, strict=strict, convert_dtypes=convert_dtypes, verify=verify, mesh=mesh
+    checkpoint.load_pretrained(
+        model,
+        path,
+        rename=rename,
+        strict=strict,
+        convert_dtypes=convert_dtypes,
+        verify=verify,
+        mesh=mesh,
+        arrange=arrangement(model) if rename is None else None,
     )
     platform = get_platform()
     for _, x in platform.saved_tensors(model):

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hyper_parallel import checkpoint
-from hyper_parallel.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.integrations.huggingface.accelerator import attach, check_accelerator, mesh_for
 from hyper_parallel.integrations.huggingface.division import Division
 from hyper_parallel.integrations.huggingface.given_objects import check_known, give_methods
 from hyper_parallel.integrations.huggingface.saving import full_state_dict, load_pretrained
+from hyper_parallel.integrations.torch.state_dict_values import StateDictOptions
+from hyper_parallel.integrations.torch.state_dicts import set_optimizer_state_dict
 
 __all__ = ["by_names", "load_weights", "parallelize_trainer"]
 

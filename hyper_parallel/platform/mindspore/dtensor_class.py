@@ -27,7 +27,7 @@ def make_dtensor_class(mixin: type, core: Core) -> type:
         (DistributedParameter, dtensor, Parameter, Tensor),
         {**names, "__init__": Parameter.__init__},
     )
-    Classes.made = (dtensor, parameter)
+    Classes.dtensor, Classes.parameter = dtensor, parameter
     Parameter._get_base_class(Tensor)  # makes the class of plain parameters, otherwise made with the first one
     PATCHES.install()
     return dtensor

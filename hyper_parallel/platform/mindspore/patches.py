@@ -1,7 +1,7 @@
 """Every patch of MindSpore. The functions that make the replacements are in the modules of their subjects.
 
-The patches are installed when the DTensor class is made, so never in a process without DTensors. `PatchSet.uninstall`
-removes them. docs/patches.md shows the list: ``python -m tests.support.patch_table mindspore`` writes it.
+The patches are installed when the DTensor class is made, so never in a process without DTensors. docs/patches.md
+shows the list: ``python -m tests.support.patch_table mindspore`` writes it.
 """
 
 from __future__ import annotations
@@ -103,11 +103,6 @@ def _is_cached(function: Any) -> str | None:
     return None if callable(getattr(function, "__wrapped__", None)) else "has no cache"
 
 
-def _allow(allowed: bool) -> None:
-    Classes.allow(allowed)
-    autograd.forget_recordings()
-
-
 PATCHES = PatchSet(
     "mindspore",
     mindspore.__version__,
@@ -130,7 +125,7 @@ PATCHES = PatchSet(
         _patch(
             "mindspore.Parameter._base_type[ParameterDTensor]",
             "``Parameter(dtensor)`` gets a class of MindSpore's making, in which methods of parameters are hidden",
-            lambda classes: Classes.made[1],
+            lambda classes: Classes.parameter,
             held="absent",
         ),
         _sequence("array_ops.Stack", entry_points.stack),
@@ -308,8 +303,6 @@ PATCHES = PatchSet(
             calling(graphs.allowed_again),
         ),
     ],
-    classes=lambda: Classes.made,
-    switch=_allow,
 )
 
 

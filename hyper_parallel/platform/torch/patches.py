@@ -1,7 +1,7 @@
 """Every patch of torch. The functions that make the replacements are in the modules of their subjects.
 
-The patches are installed when the DTensor class is made, so never in a process without DTensors. `PatchSet.uninstall`
-removes them. docs/patches.md shows the list: ``python -m tests.support.patch_table torch`` writes it.
+The patches are installed when the DTensor class is made, so never in a process without DTensors. docs/patches.md
+shows the list: ``python -m tests.support.patch_table torch`` writes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from hyper_parallel.platform.patching import Patch, PatchSet, calling, takes
 from hyper_parallel.platform.torch import class_losses
 from hyper_parallel.platform.torch.basics import transforms, wrappers
-from hyper_parallel.platform.torch.basics.tensor import State, allow_dtensors
+from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import flex
 from hyper_parallel.platform.torch.compiler import dynamo, guards
 from hyper_parallel.platform.torch.gradients import autograd, recomputed
@@ -58,7 +58,6 @@ def _step(name: str, held: Any = "own") -> Patch:
         optimizers.local_step,
         check=takes("self closure"),
         held=held,
-        rewrapped=optimizers.without_local_step,
     )
 
 
@@ -284,13 +283,11 @@ PATCHES = PatchSet(
             check=takes(""),
             after=f"{_DYNAMO}.variables.torch",
         ),
-        # The pattern comes first: patches are removed in reverse order, and its restoration reads the restored list.
         _patch(
             f"{_DYNAMO}.trace_rules.SKIP_DIRS_RE",
             _COMPILED_HANDLERS,
             dynamo.skipping,
             check=dynamo.is_pattern,
-            rewrapped=dynamo.remade,
             after=f"{_DYNAMO}.trace_rules",
         ),
         _patch(
@@ -301,6 +298,4 @@ PATCHES = PatchSet(
             after=f"{_DYNAMO}.trace_rules",
         ),
     ],
-    classes=lambda: [State.tensor_class],
-    switch=allow_dtensors,
 )

@@ -107,9 +107,9 @@ class Report:
 
     def to_text(self) -> str:
         """Return the table for a terminal, followed by the verdict."""
-        width = max(len("check group"), *(len(row[0]) for row in self._rows()))
-        lines = [f"{'check group':<{width}} {'passed':>7} {'failed':>7} {'skipped':>8}"]
-        lines += [f"{name:<{width}} {p:>7} {f:>7} {s:>8}" for name, p, f, s in self._rows()]
+        from hyper_parallel.debug.text import format_table  # pytest's plugin imports this module, and must stay light
+
+        lines = [format_table(("check group", "passed", "failed", "skipped"), self._rows(), right=(1, 2, 3))]
         lines += [f"skipped, {count}: {reason}" for reason, count in sorted(self.skip_reasons.items())]
         lines += ["", f"{self.verdict} ({', '.join(f'{name} {value}' for name, value in self._about()[:2])})"]
         return "\n".join(lines)

@@ -24,7 +24,7 @@ from hyper_parallel import (
     overlap_collectives,
     parallelize_module,
 )
-from hyper_parallel.core.communication.redistribute import plan_redistribution
+from hyper_parallel.core.communication.redistribute import redistribution_steps
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Partial
 from hyper_parallel.platform.contract import LinearCollective
@@ -69,12 +69,12 @@ def by_steps(mesh: Any) -> Callable[..., Any]:
         if collective == "all_gather":
             shape[dim] *= mesh.size()
             shards = get_layout(mesh, (Shard(dim),), shape)
-            (step,) = plan_redistribution(shards, shards.with_placements([R]))
+            (step,) = redistribution_steps(shards, shards.with_placements([R]))
             return adapter.linear(step.for_parts(x), weight)
         y = adapter.linear(x, weight)
         summands = get_layout(mesh, (Partial(),), tuple(y.shape))
         target = summands.with_placements([R if collective == "all_reduce" else Shard(dim)])
-        (step,) = plan_redistribution(summands, target)
+        (step,) = redistribution_steps(summands, target)
         return step(y)
 
     return answer

@@ -10,7 +10,7 @@ import pytest
 
 from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard
 from hyper_parallel.core.communication import collectives
-from hyper_parallel.core.communication.redistribute import plan_redistribution, redistribution_cost
+from hyper_parallel.core.communication.redistribute import redistribution_cost, redistribution_steps
 from hyper_parallel.core.communication.shard_steps import Gather
 from hyper_parallel.core.communication.transitions import one_summand
 from hyper_parallel.core.layouts.layout import get_layout
@@ -44,7 +44,7 @@ EXPECTED = {
 def listed_steps(mesh: Any) -> None:
     steps: list[Any] = [one_summand(mesh, 0), one_summand(mesh, 0).back]
     for source, target in ((S0, R), (R, S0), (P, R), (P, S0), (S0, S1)):
-        (step,) = plan_redistribution(get_layout(mesh, (source,), (4, 4)), get_layout(mesh, (target,), (4, 4)))
+        (step,) = redistribution_steps(get_layout(mesh, (source,), (4, 4)), get_layout(mesh, (target,), (4, 4)))
         steps += [step, step.for_parts] if isinstance(step, Gather) else [step]
     found = {step.verb: step.back.verb for step in steps}
     assert {**found, "read_for_parts": "sum"} == {name: verb.back for name, verb in STEPS.items()}

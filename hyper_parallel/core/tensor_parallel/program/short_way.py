@@ -16,7 +16,7 @@ from hyper_parallel.core.communication.redistribute import (
     made_with,
     parameter_view,
     partial_grad_view,
-    plan_redistribution,
+    redistribution_steps,
 )
 from hyper_parallel.core.communication.transitions import identity_reduce_grad, linear_key, one_summand, summation
 from hyper_parallel.core.dtensor.tensor import DTensor, dtensor_class
@@ -86,7 +86,7 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
             result = get_layout(mesh, (Partial() if sums else cut.with_dim(len(shape) - 1),), shape)
             output = result.with_placements((desired,)) if sums else result  # type: ignore[arg-type]
             if sums and desired is not _WHOLE:
-                step = plan_redistribution(result, output)[0].bind()
+                step = redistribution_steps(result, output)[0].bind()
         if local:
             HANDED_OUT[output]
         return step, output

@@ -65,12 +65,6 @@ class _Recording:
         cls.holders.clear()
 
 
-def forget_recordings() -> None:
-    """Discard cached values, and reset the counts."""
-    _Recording.forget()
-    _Recording.forwards = _Recording.backwards = 0
-
-
 def counted_begin(plain: Callable, *args: Any, **kwargs: Any) -> Any:
     """Replace the start of a recording, to count it."""
     _Recording.forwards += 1

@@ -15,7 +15,6 @@ from mindspore.common.initializer import Constant, One, Zero, initializer
 from hyper_parallel.platform.mindspore.processes.collectives import copied, dense, is_dense
 from hyper_parallel.platform.mindspore.tensors.gradient_hooks import keep_hooks
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, copy_of, is_dispatching
-from hyper_parallel.platform.without_patches import NeedsPatches
 
 __all__ = ["Classes", "DistributedParameter", "local_value", "make_distributed"]
 
@@ -174,13 +173,7 @@ def _write(parameter: Any, local: Tensor, dtype: Any) -> None:
 
 
 class Classes:
-    """The classes that `make_dtensor_class` made. They can be read only while MindSpore is patched."""
+    """The classes that `make_dtensor_class` made."""
 
-    made: tuple[type, ...] = ()
-    dtensor: Any = NeedsPatches("mindspore")
-    parameter: Any = NeedsPatches("mindspore")
-
-    @classmethod
-    def allow(cls, allowed: bool) -> None:
-        """Allow DTensors to be made, or forbid it."""
-        cls.dtensor, cls.parameter = cls.made if allowed else (NeedsPatches("mindspore"),) * 2
+    dtensor: Any = None
+    parameter: Any = None

@@ -14,13 +14,11 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.contract import Core
 from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
-from hyper_parallel.platform.without_patches import NeedsPatches
 
 __all__ = [
     "HANDLERS",
     "Handler",
     "State",
-    "allow_dtensors",
     "dispatch",
     "handles",
     "is_dtensor",
@@ -44,8 +42,6 @@ class State:
     core: ClassVar[Core]
     #: The DTensor class, or None before it is made.
     tensor_class: Any = None
-    #: The DTensor class while torch is patched; else reading it raises.
-    wrapping: Any = NeedsPatches("torch")
     #: function -> its handler for DTensors.
     table: ClassVar[dict[Any, Handler]] = {}
 
@@ -80,11 +76,6 @@ def is_dtensor(x: Any) -> bool:
     return type(x) is State.tensor_class
 
 
-def allow_dtensors(allowed: bool) -> None:
-    """Set whether DTensors may be made; they may while torch is patched."""
-    State.wrapping = State.tensor_class if allowed else NeedsPatches("torch")
-
-
 def stand_for(replacement: Any, original: Any) -> None:
     """Register the handler of ``original`` for ``replacement``, by which a patch replaces ``original``."""
     if original in State.table:
@@ -110,7 +101,7 @@ def wrap(local: Any, layout: Any) -> Any:
     """
     if MAYBE_INSIDE:
         refuse_transforms()
-    cls = State.wrapping
+    cls = State.tensor_class
     if type(local) is cls:
         if local._layout is layout:
             return local

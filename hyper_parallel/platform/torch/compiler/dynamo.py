@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.compiled.comparisons import take_marks
 from hyper_parallel.platform.torch.compiled.placed import held_class
 from hyper_parallel.platform.torch.compiled.running import running
 
-__all__ = ["is_pattern", "not_compiled", "plain_inputs", "remade", "skipping", "wrapping_dtensors"]
+__all__ = ["is_pattern", "not_compiled", "plain_inputs", "skipping", "wrapping_dtensors"]
 
 #: Folders and files of this library that work on DTensors themselves, and stay uncompiled. In the backend, only code
 #: for the compiler, and code that calls it, is compiled. Of the rules, only losses on local tensors are compiled.
@@ -65,13 +65,6 @@ def _all_but(compiled: set[str], folder: Path, top: Path) -> Iterator[str]:
 def skipping(original: Any) -> re.Pattern:
     """Extend the pattern that torch makes from its list of skipped files."""
     return re.compile("|".join([original.pattern, *(f"^{re.escape(path)}" for path in not_compiled(None))]))
-
-
-def remade(found: Any, original: Any) -> Any:
-    """Return the pattern to restore, if torch has rebuilt its pattern from a longer list since."""
-    rules: Any = importlib.import_module("torch._dynamo.trace_rules")
-    rules._recompile_re()
-    return rules.SKIP_DIRS_RE
 
 
 def is_pattern(original: Any) -> str | None:

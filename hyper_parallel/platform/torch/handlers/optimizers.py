@@ -22,7 +22,7 @@ from hyper_parallel.platform.torch.basics.private import is_or_disables
 from hyper_parallel.platform.torch.basics.tensor import State, wrap
 from hyper_parallel.platform.torch.op_table.binding import words
 
-__all__ = ["COUNTERS", "ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step", "without_local_step"]
+__all__ = ["COUNTERS", "ELEMENTWISE", "STORES", "clear_locally", "collect_locals", "local_step"]
 
 
 ELEMENTWISE = words("SGD Adam Adagrad Adadelta Adamax NAdam RAdam RMSprop Rprop ASGD")
@@ -67,14 +67,6 @@ def local_step(step: Any) -> Any:
                 local.end(self)
 
     return _hooked(step_locally) if is_hooked else step_locally
-
-
-def without_local_step(found: Any, step: Any) -> Any:
-    """Return the function to restore if ``found`` is no longer `local_step` of ``step``.
-
-    Torch has then wrapped the step in its hooks, and would not do so again for existing optimizers.
-    """
-    return _hooked(step) if getattr(found, "hooked", False) else step
 
 
 def _hooked(step: Any) -> Any:

@@ -16,10 +16,10 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 
-__all__ = ["Plan", "Settings"]
+__all__ = ["UnitFacts", "Settings"]
 
 
-class Plan:
+class UnitFacts:
     """The parameters of a unit, and how they are treated.
 
     Attributes:
@@ -94,10 +94,10 @@ class Plan:
             buffers.append(FlatBuffer(mesh, blocks, read, self.reduce_dtype(dtype)))
         return buffers, list(by_dtype.values())
 
-    def __copy__(self) -> Plan:
+    def __copy__(self) -> UnitFacts:
         return self
 
-    def __deepcopy__(self, memo: dict) -> Plan:
+    def __deepcopy__(self, memo: dict) -> UnitFacts:
         return self
 
     def __reduce__(self) -> NoReturn:
@@ -121,8 +121,8 @@ class Settings:
         post_optim_event: event that the next forward waits for, or None.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self.reshard_after_forward, self.fewer = plan.reshard_after_forward, plan.fewer
+    def __init__(self, facts: UnitFacts) -> None:
+        self.reshard_after_forward, self.fewer = facts.reshard_after_forward, facts.fewer
         self.reshard_after_backward = self.whole_in_backward = True
         self.keeps_storage = self.finalized_by_hand = False
         self.forward_prefetch: Sequence[UnitParameters] = ()

@@ -42,14 +42,11 @@ class Attribute:
         self._was_own = self.held() == "own"
         setattr(self._holder, self._name, value)
 
-    def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
-        """Restore the original, unless other code has put an unknown object there."""
-        found = self.original()
-        if found is not replacement:
-            if patch.rewrapped is None or patch.held not in ("own", "either"):
-                return False
-            setattr(self._holder, self._name, patch.rewrapped(found, original))
-        elif self._was_own:
+    def put_back(self, replacement: Any, original: Any) -> bool:
+        """Restore the original, unless other code has put another object there."""
+        if self.original() is not replacement:
+            return False
+        if self._was_own:
             setattr(self._holder, self._name, original)
         else:
             delattr(self._holder, self._name)
@@ -84,7 +81,7 @@ class Entry:
         else:
             self._holder.extend(_several(value))
 
-    def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
+    def put_back(self, replacement: Any, original: Any) -> bool:
         if self._key and self._holder.get(self._key) is replacement:
             del self._holder[self._key]
             return True
@@ -114,7 +111,7 @@ class _Code:
     def write(self, value: Any) -> None:
         self._function.__code__ = value
 
-    def put_back(self, patch: Any, replacement: Any, original: Any) -> bool:
+    def put_back(self, replacement: Any, original: Any) -> bool:
         """Restore the original code, unless the function has other code since."""
         if self._function.__code__ is not replacement:
             return False
