@@ -1,4 +1,4 @@
-"""Conversion between meshes of this library and meshes of the framework. Both share their process groups."""
+"""Conversion between meshes of this library and meshes of the framework. The two meshes share process groups."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def number_problems(
     Args:
         title: native name of the operation.
         operands: its operands, with Python numbers.
-        roots: see `Roots`. A number that equals one of them may be another number.
+        roots: see `Roots`. A number that equals one of the roots may come from another computation.
         platform: platform of the tensors.
         result: a result of the operation. Integers may be local indices.
     """
