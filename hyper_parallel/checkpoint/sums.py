@@ -81,7 +81,7 @@ def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
 
 
 def sums_in(header: bytes, metadata: Any, names: Sequence[str]) -> dict[str, int]:
-    """Return the checksum of each tensor that a file stores; empty if it stores none.
+    """Return the checksums stored in a file, by tensor; empty for a file without checksums.
 
     Args:
         header: header of the file, from its first byte.

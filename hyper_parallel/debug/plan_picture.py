@@ -76,7 +76,7 @@ def plan_picture(description: Description) -> str:
     coloured."""
     picture = Svg()
     y = 28.0
-    picture.text(12, y, "how the parameters lie; coloured: this rank's part", bold=True)
+    picture.text(12, y, "placements of the parameters; coloured: the size of this rank's shard", bold=True)
     y += HEIGHT
     styles: dict[str, str] = {}
     largest = max((size for m in description.modules for x in m.tensors for size in x.shape[:2]), default=1)
@@ -106,10 +106,11 @@ def _draw(picture: Svg, x: TensorDescription, y: float, colour: str, largest: in
         if axis in _cut_dims(x) and part > 3:
             steps = range(1, round(extent / part))
             for i in steps:
+                # Lines, because a rectangle without width or height is not drawn.
                 if axis == 0:
-                    picture.box(left, y + i * part, width, 0.0, "none")
+                    picture.line(left, y + i * part, left + width, y + i * part)
                 else:
-                    picture.box(left + i * part, y, 0.0, height, "none")
+                    picture.line(left + i * part, y, left + i * part, y + height)
     size = "shared" if x.shared else f"{format_bytes(x.local_bytes)} of {format_bytes(x.bytes)}"
     picture.text(left + width + 10, y + min(height, HEIGHT) / 2 + 5, f"{x.text}: {size}")
     return y + max(height, HEIGHT)

@@ -78,6 +78,22 @@ class Svg:
         )
         self._grow(x + len(text) * WIDTH, y + 4)
 
+    def dots(self, dots: Sequence[tuple[float, float, str, str]]) -> None:
+        """Draw small squares with labels, each label where it covers no dot and no other label, if there is room.
+
+        Args:
+            dots: x, y, colour and label of each square.
+        """
+        taken = [(x - 5, y - 5, x + 5, y + 5) for x, y, _, _ in dots]
+        for x, y, colour, label in dots:
+            self.box(x - 4, y - 4, 8, 8, colour)
+            wide = len(label) * WIDTH
+            places = [(x + 7, y + 4), (x - 7 - wide, y + 4), (x - wide / 2, y - 8), (x - wide / 2, y + 17)]
+            areas = [(at, foot - 10, at + wide, foot + 2) for at, foot in places]
+            best = next((i for i, area in enumerate(areas) if not any(_overlap(area, other) for other in taken)), 0)
+            taken.append(areas[best])
+            self.text(*places[best], label)
+
     def __str__(self) -> str:
         width, height = self.width + 12, self.height + 12
         drawn = f"<rect width='100%' height='100%' fill='white'/>{''.join(self._parts)}"
@@ -88,6 +104,10 @@ class Svg:
 
     def _grow(self, x: float, y: float) -> None:
         self.width, self.height = max(self.width, x), max(self.height, y)
+
+
+def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def dark_style(dark: Mapping[str, str], drawn: str) -> str:

@@ -11,8 +11,9 @@ __all__ = ["cut_to", "matching", "module_at", "repeated_layers"]
 
 
 def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
-    """Return the path of the largest list of equal modules, and the paths of these modules. Both are empty if no list
-    has two.
+    """Return the path of the largest list of equal modules, and the paths of these modules.
+
+    The results are empty if no list has two equal modules.
 
     Args:
         model: module of the platform.

@@ -93,7 +93,7 @@ class SearchResult:
         return json.dumps(self.as_dict(), indent=2)
 
     def to_svg(self) -> str:
-        """Return a plot of time over memory, with a dot for each configuration, and the limit."""
+        """Return a plot of time over memory as SVG, with a dot for each configuration, and the limit of memory."""
         return _plot(self)
 
     def __str__(self) -> str:
@@ -340,18 +340,19 @@ def _plot(result: SearchResult) -> str:
     picture.box(left, top, at - left, height, "#eaf4ea")
     picture.text(at + 4, top + 14, f"limit {format_bytes(result.memory_limit)}", colour="#070")
     plans = list(dict.fromkeys((c.plan, c.recompute) for c in known))
+    dots = []
     for c in known:
         assert c.run is not None
         colour = COLOURS[plans.index((c.plan, c.recompute)) % len(COLOURS)]
         x = left + width * (c.run.memory.peak or 0) / most
         y = top + height - height * (c.run.seconds or 0.0) / slowest
-        picture.box(x - 4, y - 4, 8, 8, colour)
-        picture.text(x + 7, y + 4, f"{c.dp}x{c.tp}")
+        dots.append((x, y, colour, f"{c.dp}x{c.tp}"))
+    picture.dots(dots)
     picture.text(left, top + height + 18, "0")
     picture.text(left + width - 60, top + height + 18, format_bytes(most))
     picture.text(4, top + 10, format_seconds(slowest))
     for i, (plan, again) in enumerate(plans):
         y = top + height + 40 + 18 * i
         picture.box(left, y - 9, 10, 10, COLOURS[i % len(COLOURS)])
-        picture.text(left + 18, y, f"{plan}{', recomputing' if again else ''}")
+        picture.text(left + 18, y, f"{'no plan' if plan == '-' else plan}{', recomputing' if again else ''}")
     return str(picture)

@@ -149,8 +149,8 @@ def _ways() -> str:
 
 
 def _positions() -> str:
-    """Draw who holds which of 18 positions, one after the other and balanced, and how many pairs each rank computes."""
-    side, length, ranks, picture = 26, 18, 4, Svg()
+    """Draw who holds which of 16 positions, one after the other and balanced, and how many pairs each rank computes."""
+    side, length, ranks, picture = 26, 16, 4, Svg()
     y = 20
     for title, ranges in (
         ("balance=False: the last rank has most to do", natural_ranges(length, ranks)),

@@ -11,7 +11,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hyper_parallel.debug.svg import COLOURS, DARK, Svg
+from hyper_parallel.debug.description import Description, ModuleDescription, TensorDescription
+from hyper_parallel.debug.plan_picture import plan_picture
+from hyper_parallel.debug.svg import COLOURS, DARK, WIDTH, Svg
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PICTURES = sorted([*DOCS.glob("*.svg"), *(DOCS / "pictures").glob("*.svg")])
@@ -92,3 +94,27 @@ def test_committed_pictures(path: Path) -> None:
     assert "prefers-color-scheme: dark" in text
     for dark in (WHITE_PAGE, DARK_PAGE):
         assert faint(text, dark) == []
+
+
+def test_labels_of_near_dots_do_not_overlap() -> None:
+    picture = Svg()
+    near = [(100.0, 100.0), (104.0, 94.0), (130.0, 98.0), (300.0, 100.0)]
+    picture.dots([(x, y, COLOURS[0], f"{i}2x2") for i, (x, y) in enumerate(near)])
+    root = ElementTree.fromstring(str(picture))
+    feet = [(float(x.get("x", 0)), float(x.get("y", 0))) for x in root if x.tag.endswith("text")]
+    areas = [(x, y - 9, x + 4 * WIDTH, y) for x, y in feet]
+    areas += [(x - 4, y - 4, x + 4, y + 4) for x, y in near]
+    clash = [(a, b) for i, a in enumerate(areas[:4]) for b in areas[i + 1 :] if meet(a, b)]
+    assert clash == [] and feet[3] == (307.0, 104.0), "a label with room stays on the right"
+
+
+def meet(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
+
+
+def test_a_plan_is_drawn_with_lines_between_shards() -> None:
+    weight = TensorDescription("w", "parameter", (8, 4), (2, 4), "float32", ("Shard(0)",), ("tp",), 128, 32, True)
+    drawn = plan_picture(Description([ModuleDescription("up", "Linear", ("ColwiseParallel()",), [weight])]))
+    root = ElementTree.fromstring(drawn)
+    assert sum(x.tag.endswith("line") for x in root) == 3
+    assert all(x.get(side) not in ("0.0", "0") for x in root for side in ("width", "height")), "not drawn by a viewer"

@@ -161,10 +161,10 @@ class CustomCollectives:
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, and facts about them that never change.
+    """Parameters whose gradients are reduced together, and facts about these parameters that never change.
 
-    Besides the gradients, a row has one flag for each parameter, which is zero if no rank has used it. A backend that
-    does not report unused parameters has no flags.
+    The gradients are sent as rows, one for each rank. A row ends with one flag for each parameter. After the reduction,
+    a flag is zero if no rank has used its parameter. A backend that does not report unused parameters has no flags.
 
     Args:
         mesh: 1-D mesh, or 2-D mesh whose first dimension replicates and whose second shards.

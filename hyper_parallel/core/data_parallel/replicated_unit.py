@@ -257,7 +257,7 @@ class _Call(RecordedCall):
         self._reset()
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
-        """Return the anchors converted to ``dtype``. The only one is the token, which costs nothing to convert."""
+        """Return the anchors converted to ``dtype``. The token is the only anchor, and its conversion costs nothing."""
         return [self.known.mesh.platform.to_dtype(x, dtype) for x in self.anchors]
 
     def _reset(self) -> None:

@@ -1,4 +1,4 @@
-"""Conversion between meshes of this library and meshes of the framework. Both share their process groups."""
+"""Conversion between meshes of this library and meshes of the framework. The two meshes share process groups."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def native_of(mesh: Any) -> Any:
         )
     if any(len(dims) > 1 for dims in mesh.slices.along):
         raise ValueError(
-            f"a dimension of {mesh} was flattened with this library, so the framework's mesh of {root} lacks this "
-            "dimension. Make and flatten the framework's mesh first, and then convert the result to a mesh of this "
-            "library"
+            f"a dimension of {mesh} was flattened with this library, so the framework's mesh made from {root} lacks "
+            "the flattened dimension. Make and flatten the framework's mesh first, and then convert the result to a "
+            "mesh of this library"
         )
     native = root.groups.native_mesh()
     if native is None:

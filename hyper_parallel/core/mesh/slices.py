@@ -83,7 +83,7 @@ class MeshSlices(Generic[_Mesh]):
         return mine.isdisjoint(others)
 
     def spans(self, other: Any) -> bool:
-        """Return whether both are slices of one mesh, and this mesh has all ranks of ``other``."""
+        """Return whether both are slices of one mesh, and the ranks of ``other`` are all in the slice of ``self``."""
         common = common_root([self._mesh, other])
         if common is None:
             return False
@@ -91,7 +91,7 @@ class MeshSlices(Generic[_Mesh]):
         return mine >= others
 
     def contains(self, other: Any) -> bool:
-        """Return whether both are slices of one mesh, and this mesh has all dimensions of ``other``."""
+        """Return whether both are slices of one mesh, and ``self`` has all dimensions of ``other``."""
         along = other.slices.along_in(self.root)
         return along is not None and set(along) <= set(self.along)
 

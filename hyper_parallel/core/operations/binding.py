@@ -169,7 +169,7 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
     """Return ``bind`` for an element-wise operation.
 
     The operands are the first arguments, or with the text ``*`` all tensors among the arguments. The static arguments
-    are the other arguments, or None without any.
+    are the other arguments, or None if there are no others.
     """
     if text == "*":
         anywhere = _as_called(canonical.signature, "", lambda given: (), words)

@@ -76,7 +76,7 @@ def unmarked() -> Iterator[None]:
 def marked_like(y: Any, x: Any) -> Any:
     """Return ``y`` with the recorded placements of ``x``.
 
-    Both have the same placements, and may differ in unsharded dimensions.
+    Their sizes may differ in unsharded dimensions.
     """
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     found = held(x)

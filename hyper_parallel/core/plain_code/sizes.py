@@ -93,7 +93,7 @@ class _OfPart:
 
 
 class PartSize(_OfPart, int):
-    """An integer that was computed from the size of a shard, and remembers the single device's integer."""
+    """An integer computed from the size of a shard. It remembers the integer that a single device would have."""
 
     def __float__(self) -> float:
         found = int.__float__(self)
@@ -106,16 +106,19 @@ class PartSize(_OfPart, int):
 
 
 class PartNumber(_OfPart, float):
-    """A float that was computed from the size of a shard, and remembers the single device's float."""
+    """A float computed from the size of a shard. It remembers the float that a single device would have."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float.__float__(self),)
 
 
 def sizes_of_part(ways: Ways, given: Sequence[int], roots: Roots) -> tuple[int, ...]:
-    """Return the local shape ``given`` of a tensor with the possible placements ``ways``.
+    """Return the local shape of a tensor, with sizes that remember the global sizes of sharded dimensions.
 
-    Sizes of sharded dimensions remember the global size.
+    Args:
+        ways: possible placements of the tensor.
+        given: the local shape.
+        roots: see `Roots`.
     """
     marks = ways if isinstance(ways, tuple) else ()
     if not marks or any(mark is None for mark in marks):
@@ -138,7 +141,7 @@ def number_problems(
     Args:
         title: native name of the operation.
         operands: its operands, with Python numbers.
-        roots: see `Roots`. A number that equals one of them may be another number.
+        roots: see `Roots`. A number that equals one of the roots may come from another computation.
         platform: platform of the tensors.
         result: a result of the operation. Integers may be local indices.
     """

@@ -1,10 +1,11 @@
 """The losses over sharded classes, each written once: local partial sums, one all-reduce, and the loss of the sums.
 
-Two reductions cross the ranks that share the classes. The largest logit of each sample is not differentiated. The sum
-is the step ``sum`` of `platform.contract.programs.STEPS`, and all partial sums of a loss share one.
+A loss takes two all-reduces over the ranks that share the classes. The first finds the largest logit of each sample,
+and is not differentiated. The second is the step ``sum`` of `platform.contract.programs.STEPS`, for all partial sums
+together.
 
-`vocab_parallel` runs these functions outside autograd, and has a gradient from the statistics. A compiler of a backend
-traces them, and differentiates the traced operations.
+`vocab_parallel` runs these functions outside autograd, and computes the gradient from the statistics. A backend's
+compiler traces these functions, and differentiates the traced operations.
 
 Source: Shoeybi et al. 2019, "Megatron-LM", section 3.
 """

@@ -199,7 +199,7 @@ class Exchange:
         return platform.transposed(moved(x, dim, in_ranks, natural, platform), -3, -2)
 
     def to_positions(self, x: Any, heads: int, collective: bool) -> Any:
-        """Return local positions of all ``heads``, from the full sequence of this rank's share of them."""
+        """Return this rank's positions of all ``heads``, from the full sequence of this rank's share of the heads."""
         _, natural, back = self._orders
         platform, dim = self._platform, len(self._platform.shape_of(x)) - 3
         step: Any = self._step(dim, heads).back

@@ -33,7 +33,7 @@ def _drop(call: LocalCall) -> Any:
 
     Every rank draws the noise of the full tensor from its generator and uses its shard of it. This temporarily takes
     memory of the global size, and keeps all generators in the same state. Ranks with the same shard use the noise of
-    the first of them. That is unnecessary if the noise comes from a separate generator.
+    the first of these ranks. That is unnecessary if the noise comes from a separate generator.
 
     On request, noise of single elements is drawn by counter, so that each rank draws only its shard.
     """

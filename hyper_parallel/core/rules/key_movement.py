@@ -19,8 +19,8 @@ __all__ = ["KeyGather", "Ring", "RingBuffers"]
 
 @dataclass(frozen=True)
 class KeyGather:
-    """All-gather of keys and values from shards, and the backward. Both share one message if they have the same
-    heads."""
+    """All-gather of keys and values from shards, and its backward. Keys and values are sent in one message if their
+    shapes differ at most in the features."""
 
     platform: Platform
     steps: tuple[Any, ...]
@@ -36,8 +36,8 @@ class KeyGather:
         return self._both([k, v], [step.collective for step in self.steps])
 
     def backward(self, both: list[Any]) -> tuple[Any, Any]:
-        """Return this rank's shard of the gradients, summed over ranks. It is differentiable. The list is emptied to
-        free its memory."""
+        """Return this rank's shards of both gradients, summed over ranks. The result is differentiable. The list
+        ``both`` is emptied to free its memory."""
         return self._both(both, [step.for_parts.back for step in reversed(self.steps)])
 
     def _both(self, both: list[Any], steps: list[Any]) -> tuple[Any, Any]:

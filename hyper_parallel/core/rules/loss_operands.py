@@ -18,8 +18,8 @@ def distribute_targets(operands: tuple) -> tuple:
     context.
 
     This happens before the recipe is looked up, so no recipe depends on the context. Plain logits stay plain, because
-    they must not be mixed with DTensors. The framework's loss-parallel context is queried only if necessary. That is
-    for plain operands, and for a target that is distributed over samples only.
+    they must not be mixed with DTensors. The framework's loss-parallel context is queried only for plain operands, and
+    for a target that is distributed over samples only.
     """
     logits = getattr(operands[0], "_layout", None)
     if logits is None or not logits.ndim:

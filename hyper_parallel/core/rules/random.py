@@ -4,9 +4,9 @@ A sharded tensor takes its shard of the numbers that are drawn for the full tens
 depend on the number of ranks. This requires equal generator states over the mesh. `synchronize` ensures them once per
 mesh, before its first random operation. It copies the state of the first rank.
 
-Later, a program may draw on one rank only, and other ranks cannot know it. So ranks that hold the same shard do not
-rely on their generators. They use the numbers of the first of them (`take_part`). Operations that draw inside their
-kernel start from its state (`run_alike`).
+Later, a program may draw on one rank only, and the states then differ without notice. So ranks that hold the same shard
+all use the numbers of the first of these ranks (`take_part`). An operation that draws inside its kernel starts from the
+generator state of the first rank (`run_alike`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def manual_seed(seed: int, device_mesh: DeviceMesh | None = None, *, parallel_rn
     """Seed the framework's default generator. Call it with the same seed on every rank of the mesh.
 
     Distributed random numbers and dropout then equal those of a single device with this seed. With different seeds,
-    ranks that hold the same shard still get equal numbers: those of the first of them.
+    ranks that hold the same shard still get equal numbers: those of the first of these ranks.
 
     Args:
         seed: an int that the framework accepts.
@@ -139,7 +139,7 @@ def take_part(drawn: Any, layout: Layout, shared: bool = True, place: Place | No
     Args:
         drawn: plain tensor of random numbers.
         layout: layout of the tensor.
-        shared: whether ranks with the same shard must use the numbers of the first of them.
+        shared: whether ranks with the same shard must use the numbers of the first of these ranks.
         place: position of the shard in ``drawn``; None if ``drawn`` is the tensor of ``layout``.
     """
     mesh, platform = layout.mesh, layout.mesh.platform

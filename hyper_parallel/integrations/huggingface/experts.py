@@ -57,8 +57,8 @@ class ExpertsParallel(ModuleStyle):
                 if placement is None or (placement is Replicate() and name not in self.shared):
                     raise ValueError(
                         f"the plan shards the experts {where!r} but not their parameter "
-                        f"{f'{path}.{name}' if path else name!r}, which would be added once for each rank. Add a "
-                        f"style for this parameter, or remove {where!r} and its parameters from the plan"
+                        f"{f'{path}.{name}' if path else name!r}: every rank would add this parameter to its partial "
+                        f"result. Add a style for this parameter, or remove {where!r} and its parameters from the plan"
                     )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:

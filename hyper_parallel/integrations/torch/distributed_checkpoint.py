@@ -178,8 +178,7 @@ def _only(what: str, **taken: tuple[Any, Any]) -> None:
     for name, (value, known) in taken.items():
         if value != known:
             raise ValueError(
-                f"{what}({name}={value!r}) is not supported: {known!r} alone can be passed. See the documentation of "
-                f"{what}"
+                f"{what}({name}={value!r}) is not supported: pass {known!r}. See the documentation of {what}"
             )
 
 

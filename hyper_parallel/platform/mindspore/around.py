@@ -21,7 +21,7 @@ _AROUND: weakref.WeakKeyDictionary[nn.Cell, tuple[Callable, Callable]] = weakref
 def around_calls(
     module: nn.Cell, before: Callable[[nn.Cell, Any], None], after: Callable[[nn.Cell, Any], None]
 ) -> Callable[[], None]:
-    """Call ``before`` and ``after`` around each call of a cell, and return a function that undoes it.
+    """Call ``before`` and ``after`` around each call of a cell, and return a function that removes both.
 
     Graphs are made of ``construct``, so they call neither function. See `Platform.around_calls`."""
     cls: Any = type(module)

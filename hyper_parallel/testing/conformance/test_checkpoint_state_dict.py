@@ -199,7 +199,7 @@ def saved_under_torchs_names(mesh: Any, directory: str) -> None:
         (lambda: dcp.load({}, checkpoint_id=path, storage_reader=3), "storage_reader: "),
         (
             lambda: dcp.save({}, checkpoint_id=path, no_dist=True),
-            "save(no_dist=True) is not supported: False alone can be passed",
+            "save(no_dist=True) is not supported: pass False",
         ),
         (lambda: dcp.save({}, checkpoint_id=path, process_group=3), "process_group is a int: pass a DeviceMesh"),
         (lambda: dcp.async_save({}, checkpoint_id=path, async_checkpointer_type="process"), "'thread' alone"),

@@ -41,9 +41,10 @@ class Attention:
 
     @staticmethod
     def of(module: Any) -> Attention | None:
-        """Return the attention heads of a module, or None.
+        """Return the attention heads of a module, or None if it has none.
 
-        At least one of the attributes must be on the module itself. Its config may have the others.
+        They are read from attributes for the numbers of heads and the size of a head. At least one of these attributes
+        must be on the module itself. The module's config may have the others.
         """
         if not any(_number(module, names) for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)):
             return None

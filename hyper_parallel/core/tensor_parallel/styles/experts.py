@@ -279,7 +279,7 @@ class ExpertParallel(ModuleStyle):
         """Return the conversions of the arguments, and the number of losses that gradients of experts are averaged
         over.
 
-        The last conversion has this rank's plain arguments.
+        The conversions apply one after the other. The last one gives this rank's plain arguments.
         """
         common = mesh if tp is None else tp
         batch = parts_of_batch(args, kwargs, mesh, tp, count, name)

@@ -80,7 +80,7 @@ def written_nothing(x: Tensor, value: Any) -> Tensor | None:
 
 
 def connected_zeros(shape: tuple[int, ...], dtype: Any, operands: tuple) -> Tensor:
-    """Return zeros that have every operand as an input with gradient zero."""
+    """Return zeros that depend on every operand in the graph. Each operand's gradient is zero."""
     parts = [x for x in operands if isinstance(x, Tensor) and x.dtype in DIFFERENTIABLE]
     if dtype not in DIFFERENTIABLE or not parts:
         return ops.zeros(shape, dtype)

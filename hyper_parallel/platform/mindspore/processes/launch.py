@@ -76,8 +76,12 @@ def wait_for_group(group: str) -> None:
 
 @dataclass(eq=False)
 class World:
-    """One initialised default group. ``store`` is the store through which its ranks met, ``group`` is its name, None
-    without peers."""
+    """One initialised default group.
+
+    Attributes:
+        group: name of the group; None for a single rank.
+        store: the store through which the ranks met.
+    """
 
     rank: int
     size: int

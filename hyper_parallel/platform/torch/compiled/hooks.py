@@ -65,7 +65,7 @@ class EagerHook:
 def around_calls(
     module: nn.Module, before: Callable[[nn.Module, Any], None], after: Callable[[nn.Module, Any], None]
 ) -> Callable[[], None]:
-    """Call ``before`` and ``after`` around each call of a module, and return a function that undoes it. The module
+    """Call ``before`` and ``after`` around each call of a module, and return a function that removes both. The module
     keeps its class, which user code may compare. See `Platform.around_calls`."""
     handles = (
         module.register_forward_pre_hook(

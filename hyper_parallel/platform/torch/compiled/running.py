@@ -57,14 +57,16 @@ def _views(args: Any, held: list[int]) -> list[Any]:
 
 
 def _is_from_aot(y: Any) -> bool:
-    """Return whether a tensor was computed by an autograd function of a compiled graph, as `localize` expects it."""
+    """Return whether a tensor was computed by an autograd function of a compiled graph, one that `localize` accepts."""
     function = getattr(getattr(y, "grad_fn", None), "_forward_cls", None)
     return function is not None and getattr(vars(function).get(_COMPUTES), "_boxed_call", False)
 
 
 def localize(function: Any) -> None:
-    """Let the backward of an autograd function also work on local tensors, if it holds a compiled graph. The function
-    is about to get DTensors. It saves the parameters themselves for backward, as hand-written code does."""
+    """Let the backward of an autograd function also work on local tensors, if the function holds a compiled graph.
+
+    The function is about to get DTensors. It saves the parameters themselves for backward, as hand-written code does.
+    """
     if not hasattr(function, _COMPUTES) or getattr(function, "takes_dtensors", False):
         return
     backward = function.backward

@@ -32,7 +32,8 @@ _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"}
 def _functions(names: str) -> list[Any]:
     """Return the functions of `torch.distributed` with these names, as torch passes them to handlers.
 
-    A program may have replaced a function in `torch.distributed`. Names differ between versions of torch.
+    They are read from the module that defines them, because a program may have replaced them in `torch.distributed`. A
+    name that this version of torch lacks gives None.
     """
     return [vars(distributed_c10d).get(name) for name in words(names)]
 

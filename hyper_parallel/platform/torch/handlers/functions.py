@@ -87,7 +87,7 @@ def _hook_node(args: tuple, results: tuple) -> None:
 
 
 def _local(cotangent: Any, layout: Any) -> Any:
-    """Return a gradient as a plain tensor, because upstream it may be the gradient of a plain tensor."""
+    """Return a cotangent as a plain tensor, because the input that it belongs to may be a plain tensor."""
     if not is_dtensor(cotangent):
         return cotangent
     # The gradient of a plain input is unsharded.

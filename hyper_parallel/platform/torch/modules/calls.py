@@ -50,8 +50,8 @@ def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mix
 
 
 def _own_forward(module: nn.Module) -> Callable | None:
-    """Remove a forward that another library has set on the object, and return it as a function of the module. None
-    without one."""
+    """Remove a forward that another library has set as an attribute of ``module``. Return this forward as a function of
+    the module, or None if there is no such attribute."""
     own = module.__dict__.pop("forward", None)
     if own is None:
         return None
