@@ -266,7 +266,7 @@ def refused(mesh: Any) -> None:
     block.set_reduce_scatter_unused_params(True, recurse=False)
     block.set_separate_reduce_scatter_group(False)
     block.set_allocate_memory_from_process_group_for_comm(False)
-    with fails(ValueError, "and pass set_custom_reduce_scatter(comm) a comm"):
+    with fails(ValueError, "and call set_custom_reduce_scatter(comm) with a comm"):
         block.set_separate_reduce_scatter_group()
     with fails(ValueError, "set_symm_mem_for_comm is not supported: ", "allocate(size, *, dtype"):
         block.set_symm_mem_for_comm()
