@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,27 @@ import torch.nn.functional as F
 from torch import nn
 
 from hyper_parallel import loss_parallel, parallelize_module
+from hyper_parallel.core.plain_code.first_call import VARIABLE
 from hyper_parallel.testing import spmd
 from tests.support.programs import ROOT, program_of
 
 PAGE = ROOT / "docs" / "tutorials" / "training_job.md"
 
 
-def run_in(folder: str, name: str) -> tuple[list[float], list[Any]]:
-    """Run a program in a folder that has the model; return its losses and the ids that it writes."""
+def run_in(folder: str, name: str, followed: bool = False) -> tuple[list[float], list[Any]]:
+    """Run a program in a folder that has the model; return its losses and the ids that it writes.
+
+    With ``followed`` the first call is, as it is outside of tests; a finding is an error.
+    """
     before = os.getcwd()
     os.chdir(folder)
     sys.path.insert(0, folder)
     try:
-        found = runpy.run_path(name)
+        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+            if followed:
+                patch.setenv(VARIABLE, "1")
+                warnings.filterwarnings("error", message="the first call of the model was checked")
+            found = runpy.run_path(name)
     finally:
         os.chdir(before)
         sys.path.remove(folder)
@@ -59,7 +68,7 @@ def test_a_job_goes_on_with_fewer_ranks(pool: Any, folder: str) -> None:
 def test_a_distributed_batch_has_the_losses_of_one_rank(pool: Any, folder: str) -> None:
     (wanted, _), *_ = pool.run(1, run_in, folder, "train_sequence.py")
     assert wanted[-1] < wanted[0]
-    for losses, _ in pool.run(4, run_in, folder, "train_sequence.py"):
+    for losses, _ in pool.run(4, run_in, folder, "train_sequence.py", True):
         assert losses == pytest.approx(wanted, rel=1e-4)
 
 

@@ -9,6 +9,8 @@ batch.
 The cotangent of a sharded tensor is sharded in the same way. The gradients of parameters are partial over the other
 dimension. So modules with parameters take distributed batches only under data parallelism, which sums their gradients.
 Data parallelism reports this in `SUMMED_OVER`.
+
+The plain tensors here go from a style to the library and back, so no plain code is judged by them.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.plain_code.contexts import unmarked
 from hyper_parallel.core.rules.batch_parts import BATCH_PART, BatchPart
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 
@@ -38,6 +41,7 @@ class OtherMeshError(ValueError):
     """Error for an input that is distributed over another mesh than that of the style."""
 
 
+@unmarked()
 def run_on_parts(
     run: Callable[..., Any], module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, error: OtherMeshError
 ) -> Any:
@@ -83,6 +87,7 @@ def run_on_parts(
     return _result(output, batch, mesh, name)
 
 
+@unmarked()
 def convert_part(
     x: Any,
     mesh: DeviceMesh,
