@@ -141,7 +141,8 @@ class VocabParallel(ClassSoftmax):
         """
         platform, here, classes, smoothing = self.platform, ctx.here, ctx.classes, ctx.smoothing
         x, *weight = ctx.saved_tensors
-        g = self._for_parts(g, classes)
+        # The mean over no targets has an infinite cotangent, and infinity times zero is NaN.
+        g = platform.masked_fill(self._for_parts(g, classes), here.ignored, 0.0)
         gradient = self._softmax(x, here.largest, here.exponentials, classes) * (g * here.whole)
         if smoothing:
             share = g * here.kept * (smoothing / classes.total)

@@ -370,6 +370,46 @@ def test_extremes(pool: Any) -> None:
 
 
 @spmd.on_mesh()
+def nothing_counts(mesh: Any, vocabulary: int) -> None:
+    """Check targets that are all ignored: the mean is NaN, as on a single device, and the gradient is zero."""
+    adapter = get_adapter()
+    x, target = logits_of(3, vocabulary), as_target(np.full(3, IGNORED, np.int32))
+    weight = np.abs(floats(vocabulary, seed=8)) + 0.5
+
+    def of_logits(local: Any, weighted: bool, smoothing: float) -> Any:
+        w = adapter.tensor(weight) if weighted else None
+        with loss_parallel():
+            logits = DTensor.from_local(local, mesh, [S1], shape=x.shape)
+            return adapter.loss(logits, adapter.tensor(target), w, "mean", smoothing).to_local()
+
+    def of_function(local: Any, weighted: bool, smoothing: float) -> Any:
+        w = adapter.tensor(weight) if weighted else None
+        options = {"vocab_size": vocabulary, "weight": w, "label_smoothing": smoothing}
+        return vocab_parallel_cross_entropy(local, adapter.tensor(target), mesh, **options)
+
+    def of_log_softmax(local: Any, weighted: bool, smoothing: float) -> Any:
+        w = adapter.tensor(weight) if weighted else None
+        with loss_parallel():
+            logits = DTensor.from_local(local, mesh, [S1], shape=x.shape)
+            return adapter.nll(adapter.log_softmax(logits, 1), adapter.tensor(target), w).to_local()
+
+    for weighted in (False, True):
+        for smoothing in (0.0, 0.1):
+            for loss in (of_logits, of_function, of_log_softmax):
+                value, (got,) = adapter.value_and_grads(
+                    lambda local: (loss(local, weighted, smoothing),) * 2,  # noqa: B023
+                    [part_of(x, mesh, S1)],
+                )
+                what = f"{loss.__name__} {weighted} {smoothing}"
+                assert np.isnan(adapter.numpy(value)), what
+                np.testing.assert_array_equal(got, np.zeros_like(got), what)
+
+
+def test_all_targets_ignored(pool: Any) -> None:
+    pool.run(3, nothing_counts, 5)
+
+
+@spmd.on_mesh()
 def head(mesh: Any, vocabulary: int) -> int:
     """Check a column-parallel head with sharded output, and the loss module. Backward runs outside the context."""
     adapter = get_adapter()
