@@ -269,6 +269,46 @@ def test_samples_and_classes_sharded(pool: Any, sizes: tuple[int, int]) -> None:
         assert pool.run(4, two_dimensional, *sizes, reduction, given) == [wanted, wanted, lower, lower]
 
 
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def all_differentiated(mesh: Any, samples: int, vocabulary: int) -> None:
+    """Check gradients of probabilities and of class weights, for DTensors and for the function."""
+    adapter = get_adapter()
+    arrays = [logits_of(samples, vocabulary), probabilities_for((samples, vocabulary), 1), np.abs(floats(vocabulary))]
+
+    def single(*xs: Any) -> Any:
+        return (adapter.loss(*xs, "mean", 0.1),) * 2
+
+    value, wanted = adapter.value_and_grads(single, arrays)
+    placements = [(S0, S1), (S0, S1), (R, S0)]
+
+    def sharded(*xs: Any) -> Any:
+        given = [
+            DTensor.from_local(x, mesh, placed, shape=whole.shape)
+            for x, placed, whole in zip(xs, placements, arrays, strict=True)
+        ]
+        return (adapter.loss(*given, "mean", 0.1).full_tensor(),) * 2
+
+    parts = [part_of(x, mesh, *placed) for x, placed in zip(arrays, placements, strict=True)]
+    y, found = adapter.value_and_grads(sharded, parts)
+    same(adapter.numpy(y), adapter.numpy(value), "value")
+    for got, whole, placed in zip(found, wanted, placements, strict=True):
+        same(got, part_of(whole, mesh, *placed), f"gradient placed {placed}")
+
+    def by_function(x: Any, t: Any, w: Any) -> Any:
+        options = {"vocab_size": vocabulary, "weight": w, "label_smoothing": 0.1}
+        return (vocab_parallel_cross_entropy(x, t, mesh["tp"], **options),) * 2
+
+    y, found = adapter.value_and_grads(by_function, [*(part_of(x, mesh["tp"], S1) for x in arrays[:2]), arrays[2]])
+    same(adapter.numpy(y), adapter.numpy(value), "value of the function")
+    for got, whole, placed in zip(found, wanted, (S1, S1, R), strict=True):
+        same(got, part_of(whole, mesh["tp"], placed), f"gradient of the function placed {placed}")
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 5)], ids=["uneven", "one sample"])
+def test_gradients_of_targets_and_class_weights(pool: Any, sizes: tuple[int, int]) -> None:
+    pool.run(4, all_differentiated, *sizes)
+
+
 @spmd.on_mesh(2, 2)
 def classes_over_both(mesh: Any, vocabulary: int) -> int:
     """Check classes that are sharded over both mesh dimensions."""
