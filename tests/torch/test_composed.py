@@ -21,7 +21,7 @@ from hyper_parallel import (
     strict,
 )
 from hyper_parallel.testing.spmd import on_mesh
-from tests.torch.support import close, device, shard
+from tests.torch.support import close, device, randn, shard
 from tests.torch.test_rare_calls import compared, operands
 
 #: As in `test_rare_calls`.
@@ -110,6 +110,15 @@ CALLS: dict[str, Callable[..., Any]] = {
     "view_as_complex": lambda z: torch.view_as_complex(z[..., :2].contiguous()).abs(),
 }
 
+#: Functions that add a product to their first operand, and the sizes of the operands.
+SUMMANDS: dict[str, tuple[tuple[int, ...], ...]] = {
+    "addmm": ((5, 4), (5, 3), (3, 4)),
+    "addmv": ((5,), (5, 3), (3,)),
+    "addr": ((5, 3), (5,), (3,)),
+    "baddbmm": ((2, 5, 4), (2, 5, 3), (2, 3, 4)),
+    "addbmm": ((5, 4), (2, 5, 3), (2, 3, 4)),
+}
+
 #: In place by the function that returns a new tensor; backward needs the value that is written over.
 WRITES: dict[str, Callable[..., Any]] = {
     "cumprod_": lambda x: x.cumprod_(1),
@@ -172,6 +181,30 @@ def calls(mesh: Any) -> None:
     for name, call in CALLS.items():
         names = call.__code__.co_varnames[: call.__code__.co_argcount]
         compared(mesh, name, call, names)
+
+
+@on_mesh()
+def without_the_summand(mesh: Any) -> None:
+    """``beta=0`` ignores the first operand, NaN too, and gives it a gradient of zeros."""
+    for name, sizes in SUMMANDS.items():
+        for value in (1.0, float("nan")):
+            plain = [randn(*size, seed=i) for i, size in enumerate(sizes)]
+            plain[0].fill_(value)
+            placed = [shard(x, mesh, Shard(0)).requires_grad_() for x in plain]
+            for x in plain:
+                x.requires_grad_()
+            found = [getattr(torch, name)(*given, beta=0) for given in (plain, placed)]
+            for y in found:
+                y.square().sum().backward()
+            close(found[1], found[0], name)
+            for x, y in zip(placed, plain, strict=True):
+                close(x.grad, y.grad, f"gradient of {name}")
+            with torch.no_grad():
+                close(getattr(torch, name)(*placed, beta=0), found[0], f"{name} without gradients")
+
+
+def test_beta_of_zero(pool: Any) -> None:
+    pool.run(3, without_the_summand)
 
 
 @on_mesh()

@@ -23,7 +23,7 @@ from hyper_parallel import (
     strict,
 )
 from hyper_parallel.testing.spmd import device_mesh, on_mesh
-from tests.torch.support import close, device, randn, shard
+from tests.torch.support import close, device, full, randn, shard
 from tests.torch.test_layers import ON_NPU, without_npu
 
 _FEATURES, _HEADS = 8, 4
@@ -221,6 +221,44 @@ def heads_cost_a_sum(mesh: Any) -> None:
 
 def test_heads_cost_a_sum(pool: Any) -> None:
     pool.run(4, heads_cost_a_sum)
+
+
+@on_mesh()
+def samples_of_padding(mesh: Any) -> None:
+    """A sample that is all padding, with dropout: zeros without weights, and NaN with weights, as on one device."""
+    x, some = randn(3, 6, _FEATURES), randn(6, 6, seed=1)
+    padding = torch.arange(6, device=device()) >= torch.tensor([[6], [0], [4]], device=device())
+    causal = torch.ones(6, 6, dtype=torch.bool, device=device()).triu(1)
+    options: list[dict[str, Any]] = [
+        {"key_padding_mask": padding},
+        {"key_padding_mask": padding, "attn_mask": some},
+        {"attn_mask": causal | (torch.arange(6, device=device()) < 2)},  # the first two queries see no key
+        {"attn_mask": causal, "is_causal": True},
+    ]
+    for given in options:
+        for weights in (False, True):
+            found = []
+            for partition in (None, by_heads):
+                torch.manual_seed(0)
+                attention = nn.MultiheadAttention(_FEATURES, _HEADS, dropout=0.3, batch_first=True).to(device())
+                inputs = x.clone().requires_grad_()
+                masks = dict(given)
+                if partition is not None:
+                    attention = distribute_module(attention, mesh, partition)
+                    inputs = shard(x, mesh, Replicate()).requires_grad_()
+                    masks = {k: shard(m, mesh, Replicate()) if k != "is_causal" else m for k, m in given.items()}
+                torch.manual_seed(1)
+                y, _ = attention(inputs, inputs, inputs, need_weights=weights, **masks)
+                y.square().sum().backward()
+                found.append([full(x) for x in (y, inputs.grad, *(p.grad for p in attention.parameters()))])
+            assert found[0][0].isnan().any() == (weights and "is_causal" not in given)
+            found = [[x.nan_to_num(7.0) for x in xs] for xs in found]
+            for wanted, got in zip(*found, strict=True):
+                close(got, wanted, f"{list(given)} {weights}", tolerance=1e-4)
+
+
+def test_samples_of_padding(pool: Any) -> None:
+    pool.run(4, samples_of_padding)
 
 
 # ------------------------------------------------------------------------------------------------ cells

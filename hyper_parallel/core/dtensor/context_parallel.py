@@ -85,8 +85,9 @@ def context_parallel(
 
     Raises:
         TypeError: when ``mesh`` is not a mesh, or a buffer is not a plain tensor.
-        ValueError: for buffers of different lengths. Inside the context, for tensors of another length, a mask that
-            does not cover the full sequence, and attention dropout. All ranks raise it, before any communication.
+        ValueError: for buffers of different lengths, and one that is passed twice. Inside the context, for tensors of
+            another length, a mask that does not cover the full sequence, and attention dropout. All ranks raise it,
+            before any communication.
 
     Example:
         >>> import torch
@@ -109,13 +110,14 @@ def context_parallel(
     whole = _length_of(buffers, dims, kept, length, platform)
     ranges = ranges_on(mesh, whole, balance)
     own = ranges[mesh.get_local_rank(0)]
-    saved = []
-    with platform.no_grad():
-        for x, dim in zip(buffers, dims, strict=True):
-            saved.append(None if any(x is one for one in kept) else platform.clone(x))
-            platform.become(x, platform.clone(moved(x, dim % len(platform.shape_of(x)), ((0, whole),), own, platform)))
     parts = PartsInContext(mesh, ranges, method or sequence_cut.chosen_method())
+    saved: list[Any] = []
     try:
+        with platform.no_grad():
+            for x, dim in zip(buffers, dims, strict=True):
+                dim %= len(platform.shape_of(x))
+                saved.append(None if any(x is one for one in kept) else platform.clone(x))
+                platform.become(x, platform.clone(moved(x, dim, ((0, whole),), own, platform)))
         with (
             sequence_cut.sequence_order(mesh, ranges),
             nullcontext() if method is None else sequence_cut.attention_method(method),
@@ -124,7 +126,7 @@ def context_parallel(
             yield
     finally:
         with platform.no_grad():
-            for x, values in zip(buffers, saved, strict=True):
+            for x, values in zip(buffers, saved, strict=False):  # fewer, after an error
                 if values is not None:
                     platform.become(x, values)
 
@@ -136,6 +138,8 @@ def _length_of(buffers: list, dims: list, kept: list, length: int | None, platfo
             f"context_parallel: got {len(buffers)} buffers and {len(dims)} buffer_seq_dims: pass one dimension for "
             "each buffer"
         )
+    if len({id(x) for x in buffers}) != len(buffers):
+        raise ValueError("context_parallel: a tensor is in buffers twice, and would be sharded twice: pass it once")
     if any(all(x is not one for one in buffers) for x in kept):
         raise ValueError(
             "context_parallel: no_restore_buffers contains a tensor that is not in buffers: pass a subset of buffers"

@@ -12,11 +12,12 @@ import numpy as np
 from hyper_parallel.core.caches import Cache, Table
 from hyper_parallel.core.communication.parts import check_digests, digests_of, numbers_of_ranks
 from hyper_parallel.core.communication.recorder import LISTENERS
+from hyper_parallel.core.communication.transitions import ConvertCotangent
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.chunking import chunk_sizes
-from hyper_parallel.core.layouts.layout import get_layout, replicated_layout
+from hyper_parallel.core.layouts.layout import Layout, get_layout, replicated_layout
 from hyper_parallel.core.layouts.nesting import nest
-from hyper_parallel.core.layouts.placement_types import Shard
+from hyper_parallel.core.layouts.placement_types import Replicate, Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.plain_code.contexts import marked_like, unmarked
@@ -26,6 +27,7 @@ from hyper_parallel.core.rules.joined_attention import joined_attention
 from hyper_parallel.core.rules.key_movement import KeyGather
 from hyper_parallel.core.rules.sequence_cut import (
     Ranges,
+    SequenceCut,
     attention_method,
     balanced_ranges,
     current_method,
@@ -80,7 +82,7 @@ class _Parts(ABC):
         distributed = [isinstance(x, DTensor) for x in (q, k, v)]
         if all(distributed) and all(x.device_mesh.contains(self.mesh) for x in (q, k, v)):
             with nullcontext() if self.known is None else self._order(self.known):
-                return call(q, k, v, mask)
+                return call(q, k, v, mask if mask is None else _rows_as_held(mask, q._layout))
         shapes = [tuple(x.shape) for x in (q, k, v)]
         ranges = self._ranges(shapes, lambda: self._facts(shapes, q, mask, dropout))
         if any(distributed):
@@ -94,7 +96,7 @@ class _Parts(ABC):
         length = sum(sizes_of(ranges))
         if mask is None and self.make_mask is not None:
             mask = self.make_mask(length)
-        mask = None if mask is None else self._mask(mask, length, ranges)
+        mask = None if mask is None else self._mask(mask, q, length, ranges)
         with self._order(ranges):
             y = call(*(self._whole(x, length) for x in (q, k, v)), mask)
         return self._part(y, q)
@@ -181,18 +183,32 @@ class _Parts(ABC):
         shape = (*y.shape[:-2], q._layout.shape[-2], y.shape[-1])
         return DTensor._of_part(y.to_local(), get_layout(others, placements, shape))
 
-    def _mask(self, mask: Any, length: int, ranges: tuple[Ranges, ...]) -> Any:
-        """Return the mask of the full sequence, with its rows in the order in which the ranks hold the queries."""
+    def _mask(self, mask: Any, q: Any, length: int, ranges: tuple[Ranges, ...]) -> Any:
+        """Return the mask as a DTensor, with its rows in the order in which the ranks hold the queries.
+
+        A rank gets its own share of the mask's gradient, as of parameters. The sum over the ranks is the gradient of a
+        single device.
+        """
         platform, shape = self.platform, tuple(mask.shape)
         if isinstance(mask, DTensor) or len(shape) < 2 or any(n not in (1, length) for n in shape[-2:]):
             raise ValueError(
                 f"{self.where}: got a mask of shape {shape} for a sequence of {length} positions: pass the plain mask "
                 "of the full sequence, the same on every rank"
             )
-        if shape[-2] != 1:
-            order = tuple(piece for own in ranges for piece in own)
-            mask = moved(mask, len(shape) - 2, ((0, length),), order, platform)
-        return DTensor._of_part(mask, replicated_layout(self.mesh, shape))
+        rows = len(shape) - 2
+        if shape[rows] == 1:
+            layout = replicated_layout(self.mesh, shape)
+            mask = ConvertCotangent(platform, self._own_share)(mask)
+        else:
+            layout = get_layout(self.mesh, (Shard(rows),), shape)
+            mask = moved(mask, rows, ((0, length),), ranges[self.mesh.get_local_rank(0)], platform)
+        if isinstance(q, DTensor):
+            layout = nest(layout, q.device_mesh, [Replicate()] * q.device_mesh.ndim, shape)
+        return DTensor._of_part(mask, layout)
+
+    def _own_share(self, g: Any) -> Any:
+        """Return this rank's share of a gradient that has been summed over the ranks."""
+        return g / self.mesh.size()
 
 
 class PartsInContext(_Parts):
@@ -325,6 +341,26 @@ class PartsOfModule(_Parts):
 def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...]:
     """Return the positions of each rank of a 1-D mesh."""
     return (balanced_ranges if balance else natural_ranges)(length, mesh.size())
+
+
+def _rows_as_held(mask: Any, queries: Layout) -> Any:
+    """Return a mask of distributed queries, with its rows in the order in which the ranks hold the queries.
+
+    Rows sharded over the ranks of the sequence are shards, as the queries are. Otherwise the rows are in the order of
+    the sequence.
+    """
+    cut, rows = SequenceCut.of(queries, queries.ndim - 2), len(mask.shape) - 2
+    if cut.natural or rows < 0 or mask.shape[rows] != cut.length:
+        return mask
+    before, after, platform = ((0, cut.length),), cut.in_rank_order, queries.mesh.platform
+    if not isinstance(mask, DTensor):
+        return moved(mask, rows, before, after, platform)
+    held = SequenceCut.of(mask._layout, rows)
+    if not held.natural:
+        return mask
+    if held.mesh_dims:
+        mask = mask.redistribute(placements=[Replicate() if p.is_shard(rows) else p for p in mask.placements])
+    return DTensor._of_part(moved(mask.to_local(), rows, before, after, platform), mask._layout)
 
 
 def _lengths(shapes: Sequence[tuple]) -> tuple[int, ...]:

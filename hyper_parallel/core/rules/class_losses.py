@@ -33,6 +33,7 @@ class ClassStatistics:
         largest: the largest logit.
         exponentials: the sum of exp(logit - largest).
         loss: loss of each sample.
+        ignored: mask of ignored samples.
         kept: 1 for a sample that counts, 0 for an ignored one, NaN for an invalid target.
         weights: the class weight of the target, 0 for an ignored sample.
         whole: factor of the probabilities in the gradient.
@@ -43,6 +44,7 @@ class ClassStatistics:
     largest: Any
     exponentials: Any
     loss: Any
+    ignored: Any
     kept: Any
     weights: Any
     whole: Any
@@ -131,7 +133,7 @@ class ClassLosses:
         kept = verbs.masked_fill(verbs.masked_fill(ones, ignored, 0.0), wrong, math.nan)
         loss = verbs.masked_fill(verbs.masked_fill(loss, ignored, 0.0), wrong, math.nan)
         weights = verbs.masked_fill(weights, ignored, 0.0)
-        return ClassStatistics(rows, elsewhere, largest, exponentials, loss, kept, weights, whole * kept)
+        return ClassStatistics(rows, elsewhere, largest, exponentials, loss, ignored, kept, weights, whole * kept)
 
     def of_probabilities(
         self, x: Any, target: Any, weight: Any, classes: Any, smoothing: float, whole_weight: bool = False

@@ -71,7 +71,7 @@ def attend(call: LocalCall) -> Any:
             for x in (k, v)
         )
     if call.static_args[0]:
-        mask = _own_rows(platform, q, cut.own, call.operand_layouts[1].shape[-2])
+        mask = _own_rows(platform, q, mask, cut.own, call.operand_layouts[1].shape[-2])
     return _with_a_query(platform, call.native, (q, k, v, mask), (False, *call.static_args[1:]))
 
 
@@ -248,12 +248,20 @@ _EXCHANGES: Table = Table(_make_exchanges)
 
 
 # ------------------------------------------------------------------------------------------------ gathered keys
-def _own_rows(platform: Any, q: Any, own: tuple, keys: int) -> Any:
-    """Return the additive causal mask of the queries at positions ``own``."""
+def _own_rows(platform: Any, q: Any, mask: Any, own: tuple, keys: int) -> Any:
+    """Return the causal mask of the queries at positions ``own``, combined with ``mask``, their rows of another mask.
+
+    Without ``mask``, the result is added to the scores. Otherwise it is booleans or numbers, as ``mask`` is.
+    """
     rows = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in own)])
     queries = platform.places(rows, q).reshape((len(rows), 1))
-    hidden = platform.places(np.arange(keys), q).reshape((1, keys)) > queries
-    return platform.masked_fill(platform.zeros((len(rows), keys), q), hidden, -math.inf)
+    positions = platform.places(np.arange(keys), q).reshape((1, keys))
+    seen = positions <= queries
+    if mask is not None and mask.dtype == seen.dtype:
+        return mask & seen
+    causal = platform.zeros((len(rows), keys), q if mask is None else mask)
+    causal = platform.masked_fill(causal, positions > queries, -math.inf)
+    return causal if mask is None else mask + causal
 
 
 def _with_a_query(platform: Any, native: Any, operands: tuple, static_args: tuple) -> Any:

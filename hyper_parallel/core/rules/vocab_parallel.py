@@ -80,9 +80,13 @@ class VocabParallel(ClassSoftmax):
         """
         platform = self.platform
         shape = [n for d, n in enumerate(platform.shape_of(x)) if d != classes.dim]
+        differentiated = [t for t in (target, weight) if t is not None and platform.requires_grad(t)]
         if not classes.sample_count:
-            return self._noting(platform.sum_along(x, classes.dim).reshape(shape), x, True)
-        if any(t is not None and platform.requires_grad(t) for t in (target, weight)):
+            nothing = self._noting(platform.sum_along(x, classes.dim).reshape(shape), x, True)
+            for t in differentiated:  # their gradients may be summed with those of ranks that have samples
+                nothing = self._with_path(None, nothing, t)[0]
+            return nothing
+        if differentiated:
             return self._composed(x, target, weight, classes, smoothing).reshape(shape)
         logits, x = x, self._with_a_class(x, classes)
         target = self._with_a_class(target, classes, value=0.0)
@@ -141,7 +145,8 @@ class VocabParallel(ClassSoftmax):
         """
         platform, here, classes, smoothing = self.platform, ctx.here, ctx.classes, ctx.smoothing
         x, *weight = ctx.saved_tensors
-        g = self._for_parts(g, classes)
+        # The mean over no targets has an infinite cotangent, and infinity times zero is NaN.
+        g = platform.masked_fill(self._for_parts(g, classes), here.ignored, 0.0)
         gradient = self._softmax(x, here.largest, here.exponentials, classes) * (g * here.whole)
         if smoothing:
             share = g * here.kept * (smoothing / classes.total)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hyper_parallel.core.communication.transitions import identity_reduce_grad
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Replicate
@@ -49,7 +50,8 @@ def vocab_parallel_cross_entropy(
             ranks have different numbers of classes. The shards must be those of `distribute_tensor`: 2, 2, 1 and 0 for
             5 classes over 4 ranks. In the first call for a number of classes ranks compare their shapes, so all ranks
             must make that call.
-        weight: weight of each class, shape (vocab_size,), the same on all ranks.
+        weight: weight of each class, shape (vocab_size,), the same on all ranks. With probabilities it may require a
+            gradient, which is the same on all ranks too, and costs one all-reduce in backward.
         ignore_index: target value of samples that do not contribute. It has no effect on probabilities.
         reduction: ``"none"``, ``"sum"`` or ``"mean"``, over the samples of this call. With data parallelism these are
             the local samples. A mean is divided by the sum of the targets' weights, or for probabilities by the number
@@ -90,6 +92,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError(f"weight must have one entry for each of {total} classes, got shape {shape}")
     with platform.no_dispatch():
         if weight is not None:
+            weight = identity_reduce_grad(mesh, (0,))(weight)  # a rank uses the weights of its own classes
             weight = platform.narrow(weight, 0, logits.local_offset[dim], logits.local_shape[dim])
         if not platform.is_floating_point(target):
             target = platform.as_index(target)

@@ -451,6 +451,10 @@ def wrong_plans(mesh: Any) -> None:
         module = adapter.SortedExperts(2, FEATURES, HIDDEN)
         module.inner = adapter.linear_module(2, 2)
         parallelize_module(module, mesh, ExpertParallel())
+    with pytest.raises(ValueError, match=r"has the buffers \['scale'\]"):
+        module = adapter.SortedExperts(2, FEATURES, HIDDEN)
+        module.register_buffer("scale", adapter.tensor(np.ones(2, np.float32)))
+        parallelize_module(module, mesh, ExpertParallel())
     if mesh.size() > 1:
         with pytest.raises(RankMismatchError, match="number of experts"):
             parallelize_module(adapter.SortedExperts(2 + odd, FEATURES, HIDDEN), mesh, ExpertParallel())

@@ -8,10 +8,10 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, DTensor, Replicate, Shard
+from hyper_parallel import CommDebugMode, DTensor, Partial, Replicate, Shard, implicit_replication
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.rules import joined_attention
-from hyper_parallel.core.rules.sequence_cut import attention_method
+from hyper_parallel.core.rules.sequence_cut import attention_method, balanced_ranges
 from hyper_parallel.experimental import context_parallel, context_parallel_unshard, set_rotate_method
 from hyper_parallel.platform.contract.attention import AttentionRole
 from hyper_parallel.testing import spmd
@@ -208,13 +208,13 @@ def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: 
     shape = (2, 4, length, 3)
     arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
     weight = rng.standard_normal(shape).astype(np.float32)
-    mask = rng.standard_normal((rows, length)).astype(np.float32) if rows else None
+    masks = [rng.standard_normal((rows, length)).astype(np.float32)] if rows else []
 
     def reference(*xs: Any) -> Any:
-        y = adapter.scaled_attention(*xs, None if mask is None else adapter.tensor(mask), is_causal=mask is None)
+        y = adapter.scaled_attention(*xs, is_causal=not masks)
         return adapter.weighted_sum(y, adapter.tensor(weight)), y
 
-    wanted, wanted_grads = adapter.value_and_grads(reference, arrays)
+    wanted, wanted_grads = adapter.value_and_grads(reference, [*arrays, *masks])
     buffers = [adapter.tensor(x) for x in (*arrays, weight)]
     with context_parallel(
         mesh,
@@ -227,17 +227,25 @@ def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: 
         *parts, own_weight = [adapter.numpy(x) for x in buffers]
 
         def distributed(*xs: Any) -> Any:
-            y = adapter.scaled_attention(*xs, None if mask is None else adapter.tensor(mask), is_causal=mask is None)
+            y = adapter.scaled_attention(*xs, is_causal=not masks)
             return adapter.weighted_sum(y, adapter.tensor(own_weight)), y
 
-        y, grads = adapter.value_and_grads(distributed, parts)
+        y, grads = adapter.value_and_grads(distributed, [*parts, *masks])
     for x, values in zip(buffers, arrays, strict=False):
         np.testing.assert_array_equal(adapter.numpy(x), values)
     assert tuple(platform.shape_of(buffers[3])) == own_weight.shape
-    given = [adapter.tensor(adapter.numpy(y)), *map(adapter.tensor, grads)]
-    found = context_parallel_unshard(mesh, given, [2, 2, -2, 2], balance=balance)
+    given = [adapter.tensor(adapter.numpy(y)), *map(adapter.tensor, grads[:3])]
+    found = [
+        *context_parallel_unshard(mesh, given, [2, 2, -2, 2], balance=balance),
+        *(sums(g, mesh) for g in grads[3:]),
+    ]
     for got, whole in zip(found, [adapter.numpy(wanted), *wanted_grads], strict=True):
         same(adapter.numpy(got), whole, f"{method}, {length} positions, balance {balance}", 1e-5)
+
+
+def sums(gradient: np.ndarray, mesh: Any) -> Any:
+    """Return the sum of a gradient over the ranks, as of a parameter."""
+    return DTensor.from_local(get_adapter().tensor(gradient), mesh, [Partial()]).full_tensor()
 
 
 def tells_of_attention(mesh: Any) -> bool:
@@ -271,6 +279,126 @@ def test_plain_code(pool: Any, world_size: int) -> None:
     pool.run(world_size, plain)
 
 
+#: Placements of queries, keys and values in `context_parallel`, and of the mask; the latter None for a plain mask.
+#: Mesh dimensions are those of queries.
+HELD = {
+    "heads over tp": (("tp",), (Shard(1),), None),
+    "the sequence over cp": (("cp",), (Shard(2),), (Replicate(),)),
+    "both": (("cp", "tp"), (Shard(2), Shard(1)), (Replicate(), Replicate())),
+    "both, rows of the mask over tp": (("cp", "tp"), (Shard(2), Shard(1)), (Replicate(), Shard(0))),
+    "both, rows as the queries": (("cp", "tp"), (Shard(2), Shard(1)), (Shard(0), Replicate())),
+    "both, a plain mask": (("cp", "tp"), (Shard(2), Shard(1)), None),
+}
+
+
+@spmd.on_mesh(2, 2, names=("cp", "tp"))
+def distributed_with_mask(mesh: Any, length: int) -> None:
+    """Check DTensors in `context_parallel`, with a mask whose gradient is asked for."""
+    if not tells_of_attention(mesh["cp"]):
+        return
+    adapter, rng = get_adapter(), np.random.default_rng(0)
+    shape, rank = (2, 4, length, 3), mesh["tp"].get_local_rank()
+    arrays = [rng.standard_normal(shape).astype(np.float32) for _ in range(3)]
+    weight, mask = (rng.standard_normal(size).astype(np.float32) for size in (shape, (length, length)))
+
+    def reference(*xs: Any) -> Any:
+        y = adapter.scaled_attention(*xs)
+        return adapter.weighted_sum(y, adapter.tensor(weight)), y
+
+    wanted, wanted_grads = adapter.value_and_grads(reference, [*arrays, mask])
+    ranges = balanced_ranges(length, 2)
+    order = np.concatenate([np.arange(start, start + n) for own in ranges for start, n in own])
+    own = order[: len(order) - length // 2] if mesh["cp"].get_local_rank() == 0 else order[len(order) - length // 2 :]
+    for name, (dims, placements, of_mask) in HELD.items():
+        on = mesh[dims]
+        heads = slice(2 * rank, 2 * rank + 2) if "tp" in dims else slice(None)
+        parts = [np.ascontiguousarray(x[:, heads][:, :, own]) for x in (*arrays, weight)]
+        rows = slice(None)
+        if of_mask == (Shard(0), Replicate()):
+            rows = own
+        elif of_mask == (Replicate(), Shard(0)):
+            rows = get_layout(mesh["tp"], (Shard(0),), mask.shape).local_index()[0]
+        sizes = (2, 4, length if "cp" in dims else len(own), 3)
+
+        def distributed(*xs: Any) -> Any:
+            *qkv, m = xs
+            qkv = [DTensor.from_local(x, on, placements, shape=sizes) for x in qkv]  # noqa: B023
+            if of_mask is not None:  # noqa: B023
+                m = DTensor.from_local(m, on, of_mask, shape=mask.shape)  # noqa: B023
+            y = adapter.scaled_attention(*qkv, m)
+            return adapter.weighted_sum(y.to_local(), adapter.tensor(parts[3])), y.to_local()  # noqa: B023
+
+        with context_parallel(mesh["cp"], length=length), implicit_replication():
+            y, grads = adapter.value_and_grads(distributed, [*parts[:3], np.ascontiguousarray(mask[rows])])
+        found = [adapter.numpy(y), *grads[:3]]
+        for got, whole in zip(found, [adapter.numpy(wanted), *wanted_grads[:3]], strict=True):
+            same(got, whole[:, heads][:, :, own], name)
+        # Each rank of tp has the gradient of the plain mask. DTensors have theirs in full.
+        got = adapter.numpy(sums(grads[3], mesh["cp"])) if "cp" not in dims else grads[3]
+        same(got, wanted_grads[3][rows], f"{name}: mask")
+
+
+def test_distributed_operands_with_a_mask(pool: Any) -> None:
+    pool.run(4, distributed_with_mask, 7)
+
+
+#: Shape of a mask for use with the causal one, and whether it is boolean.
+MASKS = [
+    ((1, 1, 1, -1), True),
+    ((2, 1, -1, -1), True),
+    ((-1, -1), False),
+    ((2, 1, 1, -1), False),
+    ((1, 4, -1, -1), False),
+]
+
+
+@spmd.on_mesh()
+def causal_with_mask(mesh: Any, length: int) -> None:
+    """Check a mask together with the causal one. Torch refuses both, so the library does so there too.
+
+    The first key is hidden from all queries, and the first query sees no other key.
+    """
+    adapter, rng = get_adapter(), np.random.default_rng(0)
+    arrays = [rng.standard_normal((2, heads, length, 3)) for heads in (4, 2, 2)]
+    weight = rng.standard_normal((2, 4, length, 3))
+    layout = get_layout(mesh, (Shard(2),), weight.shape)
+    for shape, boolean in MASKS:
+        sizes = [length if n < 0 else n for n in shape]
+        mask = rng.random(sizes) < 0.7 if boolean else rng.standard_normal(sizes)
+        mask[..., 0] = False if boolean else -np.inf
+
+        def single(*xs: Any) -> Any:
+            y = adapter.scaled_attention(*xs, is_causal=True)
+            return adapter.weighted_sum(y, adapter.tensor(weight)), y
+
+        def distributed(*xs: Any) -> Any:
+            *qkv, m = xs
+            qkv = [DTensor.from_local(x, mesh, [Shard(2)], shape=(2, *x.shape[1:2], length, 3)) for x in qkv]
+            y = adapter.scaled_attention(*qkv, DTensor.from_local(m, mesh, [Replicate()]), is_causal=True).to_local()
+            return adapter.weighted_sum(y, adapter.tensor(weight[layout.local_index()])), y
+
+        locals_ = [np.ascontiguousarray(x[layout.local_index()]) for x in arrays]
+        try:
+            wanted, wanted_grads = adapter.value_and_grads(single, [*arrays, mask])
+        except RuntimeError as error:
+            with pytest.raises(RuntimeError, match="attn_mask"):
+                adapter.value_and_grads(distributed, [*locals_, mask])
+            assert "attn_mask" in str(error)
+            continue
+        y, grads = adapter.value_and_grads(distributed, [*locals_, mask])
+        assert np.isfinite(adapter.numpy(wanted)).all()
+        same(adapter.numpy(y), adapter.numpy(wanted)[layout.local_index()], f"{shape}: output", 1e-12)
+        for i, (got, whole) in enumerate(zip(grads[:3], wanted_grads, strict=False)):
+            same(got, whole[layout.local_index()], f"{shape}: gradient of operand {i}", 1e-12)
+        if not boolean:
+            same(grads[3], wanted_grads[3], f"{shape}: gradient of the mask", 1e-12)
+
+
+def test_a_mask_with_the_causal_one(pool: Any) -> None:
+    for length in (2, 7):
+        pool.run(3, causal_with_mask, length)
+
+
 @spmd.on_mesh()
 def wrong(mesh: Any) -> None:
     if not tells_of_attention(mesh):
@@ -283,6 +411,11 @@ def wrong(mesh: Any) -> None:
         (TypeError, "takes a DeviceMesh", lambda: context_parallel(None, **one)),
         (ValueError, "one of .*gather", lambda: context_parallel(mesh, **one, method="alltoall")),
         (ValueError, "pass one dimension for each", lambda: context_parallel(mesh, buffers=[x])),
+        (
+            ValueError,
+            "in buffers twice",
+            lambda: context_parallel(mesh, buffers=[x, x], buffer_seq_dims=[2, 2], no_restore_buffers={x}),
+        ),
         (ValueError, "a tensor that is not in buffers", lambda: context_parallel(mesh, **one, no_restore_buffers={y})),
         (TypeError, "plain tensors as buffers", lambda: context_parallel(mesh, buffers=[1], buffer_seq_dims=[0])),
         (ValueError, "no dimension 4", lambda: context_parallel(mesh, buffers=[x], buffer_seq_dims=[4])),

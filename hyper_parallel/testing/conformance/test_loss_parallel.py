@@ -269,6 +269,46 @@ def test_samples_and_classes_sharded(pool: Any, sizes: tuple[int, int]) -> None:
         assert pool.run(4, two_dimensional, *sizes, reduction, given) == [wanted, wanted, lower, lower]
 
 
+@spmd.on_mesh(2, 2, names=("dp", "tp"))
+def all_differentiated(mesh: Any, samples: int, vocabulary: int) -> None:
+    """Check gradients of probabilities and of class weights, for DTensors and for the function."""
+    adapter = get_adapter()
+    arrays = [logits_of(samples, vocabulary), probabilities_for((samples, vocabulary), 1), np.abs(floats(vocabulary))]
+
+    def single(*xs: Any) -> Any:
+        return (adapter.loss(*xs, "mean", 0.1),) * 2
+
+    value, wanted = adapter.value_and_grads(single, arrays)
+    placements = [(S0, S1), (S0, S1), (R, S0)]
+
+    def sharded(*xs: Any) -> Any:
+        given = [
+            DTensor.from_local(x, mesh, placed, shape=whole.shape)
+            for x, placed, whole in zip(xs, placements, arrays, strict=True)
+        ]
+        return (adapter.loss(*given, "mean", 0.1).full_tensor(),) * 2
+
+    parts = [part_of(x, mesh, *placed) for x, placed in zip(arrays, placements, strict=True)]
+    y, found = adapter.value_and_grads(sharded, parts)
+    same(adapter.numpy(y), adapter.numpy(value), "value")
+    for got, whole, placed in zip(found, wanted, placements, strict=True):
+        same(got, part_of(whole, mesh, *placed), f"gradient placed {placed}")
+
+    def by_function(x: Any, t: Any, w: Any) -> Any:
+        options = {"vocab_size": vocabulary, "weight": w, "label_smoothing": 0.1}
+        return (vocab_parallel_cross_entropy(x, t, mesh["tp"], **options),) * 2
+
+    y, found = adapter.value_and_grads(by_function, [*(part_of(x, mesh["tp"], S1) for x in arrays[:2]), arrays[2]])
+    same(adapter.numpy(y), adapter.numpy(value), "value of the function")
+    for got, whole, placed in zip(found, wanted, (S1, S1, R), strict=True):
+        same(got, part_of(whole, mesh["tp"], placed), f"gradient of the function placed {placed}")
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 5)], ids=["uneven", "one sample"])
+def test_gradients_of_targets_and_class_weights(pool: Any, sizes: tuple[int, int]) -> None:
+    pool.run(4, all_differentiated, *sizes)
+
+
 @spmd.on_mesh(2, 2)
 def classes_over_both(mesh: Any, vocabulary: int) -> int:
     """Check classes that are sharded over both mesh dimensions."""
@@ -367,6 +407,46 @@ def extremes(mesh: Any) -> None:
 
 def test_extremes(pool: Any) -> None:
     pool.run(2, extremes)
+
+
+@spmd.on_mesh()
+def nothing_counts(mesh: Any, vocabulary: int) -> None:
+    """Check targets that are all ignored: the mean is NaN, as on a single device, and the gradient is zero."""
+    adapter = get_adapter()
+    x, target = logits_of(3, vocabulary), as_target(np.full(3, IGNORED, np.int32))
+    weight = np.abs(floats(vocabulary, seed=8)) + 0.5
+
+    def of_logits(local: Any, weighted: bool, smoothing: float) -> Any:
+        w = adapter.tensor(weight) if weighted else None
+        with loss_parallel():
+            logits = DTensor.from_local(local, mesh, [S1], shape=x.shape)
+            return adapter.loss(logits, adapter.tensor(target), w, "mean", smoothing).to_local()
+
+    def of_function(local: Any, weighted: bool, smoothing: float) -> Any:
+        w = adapter.tensor(weight) if weighted else None
+        options = {"vocab_size": vocabulary, "weight": w, "label_smoothing": smoothing}
+        return vocab_parallel_cross_entropy(local, adapter.tensor(target), mesh, **options)
+
+    def of_log_softmax(local: Any, weighted: bool, smoothing: float) -> Any:
+        w = adapter.tensor(weight) if weighted else None
+        with loss_parallel():
+            logits = DTensor.from_local(local, mesh, [S1], shape=x.shape)
+            return adapter.nll(adapter.log_softmax(logits, 1), adapter.tensor(target), w).to_local()
+
+    for weighted in (False, True):
+        for smoothing in (0.0, 0.1):
+            for loss in (of_logits, of_function, of_log_softmax):
+                value, (got,) = adapter.value_and_grads(
+                    lambda local: (loss(local, weighted, smoothing),) * 2,  # noqa: B023
+                    [part_of(x, mesh, S1)],
+                )
+                what = f"{loss.__name__} {weighted} {smoothing}"
+                assert np.isnan(adapter.numpy(value)), what
+                np.testing.assert_array_equal(got, np.zeros_like(got), what)
+
+
+def test_all_targets_ignored(pool: Any) -> None:
+    pool.run(3, nothing_counts, 5)
 
 
 @spmd.on_mesh()

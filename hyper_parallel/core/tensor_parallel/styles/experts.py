@@ -67,10 +67,10 @@ class ExpertParallel(ModuleStyle):
     Raises:
         TypeError: for a layout that is not a placement.
         ValueError: for an unknown layout, or arguments that contradict each other. When the style is applied: for
-            parameters without a common first dimension, submodules with parameters, a mesh without ``tp_dim`` or one
-            that must not include it, and parameters that ``inside`` does not shard. When the module is called, on all
-            ranks before tokens are sent: for an index out of range, counts that do not sum to the number of tokens, or
-            arguments of neither form.
+            parameters without a common first dimension, buffers, submodules with parameters, a mesh without ``tp_dim``
+            or one that must not include it, and parameters that ``inside`` does not shard. When the module is called,
+            on all ranks before tokens are sent: for an index out of range, counts that do not sum to the number of
+            tokens, or arguments of neither form.
 
     Example:
         >>> from hyper_parallel import ExpertParallel
@@ -136,6 +136,12 @@ class ExpertParallel(ModuleStyle):
                     f"{self!r} on {where!r}: the module {path!r} below has the parameter {names[0]!r}, which is not a "
                     "weight of the experts: name the module that holds only the stacked weights of the experts"
                 )
+        if buffers := sorted(name for name, _ in platform.named_buffers(module)):
+            raise ValueError(
+                f"{self!r} on {where!r}: it has the buffers {buffers}, but its forward runs on plain tensors of this "
+                "rank's experts alone. Make a buffer with a value for each expert a parameter (experts, ...) that "
+                "requires no gradient, and move other buffers to the module that calls this one"
+            )
         super().check(module, device_mesh, where)
         tp = self._tp(device_mesh)
         if self.inside is None:

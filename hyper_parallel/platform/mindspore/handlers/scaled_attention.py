@@ -102,7 +102,10 @@ def _attention(q: Any, k: Any, v: Any, mask: Any, dropout_p: float, is_causal: b
         scores = scores.masked_fill(hidden, _HIDDEN)
     # Composed here: the gradient of MindSpore's softmax is wrong after a softmax over a single key (2.10, `softmax` of
     # (..., 1)).
-    weights = ops.exp(scores - ops.stop_gradient(ops.amax(scores, -1, True)))
+    largest = ops.stop_gradient(ops.amax(scores, -1, True))
+    if mask is not None:  # numbers may hide all keys of a query too
+        largest = largest.clip(_HIDDEN, None)
+    weights = ops.exp(scores - largest)
     if hidden is not None:
         weights = weights.masked_fill(hidden, 0.0)
     total = weights.sum(-1, keepdims=True)

@@ -84,10 +84,16 @@ def multi_head_attention(
     if need_weights or dropout_p:
         # The noise is drawn by a rule, equals that of one device, and needs no gathering.
         causal_mask = _mask(attn_mask, None, num_heads, q.dtype) if causal else mask
+        hides_all = None
+        if causal_mask is not None and not need_weights:
+            # Torch's kernel of attention returns zeros for a query without keys, its softmax NaN.
+            hides_all = (causal_mask == -math.inf).all(-1, keepdim=True)
+            causal_mask = causal_mask.masked_fill(hides_all, 0.0)
         scores = (q * math.sqrt(1.0 / q.shape[-1])) @ k.transpose(-2, -1)
         scores = F.softmax(scores if causal_mask is None else scores + causal_mask, dim=-1)
         scores = F.dropout(scores, dropout_p) if dropout_p else scores
         y = scores @ v
+        y = y if hides_all is None else y.masked_fill(hides_all, 0.0)
     else:
         y = F.scaled_dot_product_attention(q, k, v, mask, 0.0, causal)
     length, batch = query.shape[:2]

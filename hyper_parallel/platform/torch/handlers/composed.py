@@ -35,7 +35,11 @@ def _plus_product(product: Callable[[Any, Any], Any], dims: tuple[int, int]) -> 
         if torch.broadcast_shapes(tuple(input.shape), tuple(y.shape)) != tuple(y.shape):
             raise UnboundCallError
         y = y if alpha == 1 else y * alpha
-        return y if beta == 0 else (input if beta == 1 else input * beta) + y
+        if beta == 0 and not input.requires_grad:
+            return y
+        if beta == 0:  # without the values, which may be NaN, and with a gradient of zeros
+            return input.masked_fill(torch.ones_like(input, dtype=torch.bool), 0.0) + y
+        return (input if beta == 1 else input * beta) + y
 
     return plus_product
 

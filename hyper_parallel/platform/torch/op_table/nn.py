@@ -23,7 +23,7 @@ def table() -> Table:
         **rows("embedding", "embedding", f"weight ids/indices {raw}", _call_embedding, torch, adjust=_looked_up_raw),
         **rows("layer_norm", "layer_norm", f"{normalized} bias=None eps=1e-5 cudnn_enable=True", _call_layer_norm),
         **rows("rms_norm", "rms_norm", f"{normalized} eps=None", _call_rms_norm),
-        **rows("scaled_dot_product_attention", "attention", _ATTENTION, _call_attention, F),
+        **rows("scaled_dot_product_attention", "attention", _ATTENTION, _call_attention, F, adjust=_one_mask),
         **rows("cross_entropy", "cross_entropy", f"{_NLL} label_smoothing=0.0", _call_cross_entropy, F, adjust=_loss),
         **rows("nll_loss", "nll_loss", _NLL, _call_nll_loss, F, adjust=_loss),
         **rows("dropout", "dropout", dropout, _call_dropout, F, torch, adjust=_dropout),
@@ -88,6 +88,12 @@ def _call_rms_norm(func: Any, operands: tuple, static_args: tuple) -> Any:
 # ---------------------------------------------------------------------------------------------------- attention
 
 _ATTENTION = "q/query k/key v/value mask/attn_mask=None dropout_p=0.0 is_causal=False scale=None enable_gqa=False"
+
+
+def _one_mask(func: Any, operands: tuple, static_args: tuple) -> Bound:
+    if operands[3] is not None and static_args[0]:
+        raise UnboundCallError  # torch raises the error: it takes a mask, or is_causal
+    return operands, static_args
 
 
 def _call_attention(func: Any, operands: tuple, static_args: tuple) -> Any:
