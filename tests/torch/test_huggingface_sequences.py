@@ -131,10 +131,12 @@ def test_sequences_and_heads_of_more_models(pool: Any) -> None:
 
 @spmd.on_mesh(2, names=("cp",))
 def whole_prompts(mesh: Any) -> None:
-    """Prompts that hide tokens, that are shorter than the ranks, and that are another on each rank are not cut."""
+    """Prompts that hide tokens, that are shorter than the ranks, and that are another on each rank are not cut. Neither
+    are those whose hidden states or weights of attention the caller wants."""
     from hyper_parallel.integrations.huggingface import parallelize_model
 
-    reference, model = build("llama").eval(), parallelize_model(build("llama"), mesh).eval()
+    reference, model = (build("llama", attn_implementation="eager") for _ in range(2))
+    parallelize_model(model, mesh)
     ids, _ = data(6)
     hiding = torch.ones_like(ids)
     hiding[0, :2] = 0
@@ -142,6 +144,10 @@ def whole_prompts(mesh: Any) -> None:
     for prompt, mask in ((ids, hiding), (ids[:, :1], None), (own, None)):
         words = [m.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False) for m in (model, reference)]
         assert torch.equal(*words)
+    for key in ("hidden_states", "attentions"):
+        more: dict[str, Any] = {f"output_{key}": True, "return_dict_in_generate": True, "do_sample": False}
+        found, wanted = (m.generate(ids, max_new_tokens=2, **more)[key] for m in (model, reference))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_prompts_that_are_not_cut(pool: Any) -> None:

@@ -175,7 +175,7 @@ def _cut_prompts(base: Any, mesh: DeviceMesh, balance: bool, before: list[tuple[
                 with _set(before, NAME):
                     return forward(module, **parts)
 
-            found = prefilled(given, mesh, balance, of_parts)
+            found = prefilled(given, module.config, mesh, balance, of_parts)
             return forward(module, **given) if found is None else found
 
         return run
