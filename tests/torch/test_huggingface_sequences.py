@@ -129,6 +129,59 @@ def test_sequences_and_heads_of_more_models(pool: Any) -> None:
     pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral", "gpt oss")
 
 
+def one_position(mesh: Any, length: int, changes: dict[str, Any]) -> None:
+    """A rank with one token of a causal sequence: the token sees none after it."""
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    reference, model = build("llama", **changes), parallelize_model(build("llama", **changes), mesh)
+    wanted, _ = single(reference, length)
+    logits, _ = cut(model, mesh["cp"], length, False)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        found = whole_gradient(p, mesh["cp"], False)
+        torch.testing.assert_close(found, q.grad, rtol=1e-3, atol=1e-4, msg=f"{length} tokens: gradient of {name}")
+
+
+def window_to_both_sides(mesh: Any) -> None:
+    """T5Gemma's encoder, whose window has its ends inside."""
+    from transformers import T5GemmaConfig, T5GemmaEncoderModel
+
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    part: dict[str, Any] = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "attn_logit_softcapping": None,
+        "query_pre_attn_scalar": 8,
+    }
+    torch.manual_seed(0)
+    config = T5GemmaConfig(encoder=part, decoder=part, is_encoder_decoder=False, attn_implementation="eager")
+    reference = T5GemmaEncoderModel(config).eval().to(device())
+    model = parallelize_model(copy.deepcopy(reference), mesh)
+    ids, _ = data(9)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    wanted = reference(**batch).last_hidden_state
+    y = model(**shard_sequence(batch, mesh["cp"])).last_hidden_state
+    torch.testing.assert_close(context_parallel_unshard(mesh["cp"], [y], [1])[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@spmd.on_mesh(2, names=("cp",))
+def of_parts(mesh: Any) -> None:
+    one_position(mesh, 2, {})
+    one_position(mesh, 3, {"num_key_value_heads": 2, "head_dim": 264})  # torch's kernels take 256 features
+    window_to_both_sides(mesh)
+
+
+def test_parts_of_one_position_and_windows(pool: Any) -> None:
+    pool.run(2, of_parts)
+
+
 @spmd.on_mesh(2, names=("cp",))
 def whole_prompts(mesh: Any) -> None:
     """Prompts that hide tokens, that are shorter than the ranks, and that are another on each rank are not cut. Neither
@@ -191,6 +244,12 @@ def wrong(mesh: Any) -> None:
             "a mask, which is not supported",
             lambda: model.model.layers[0](x, hiding[:, None, None], position_embeddings=tables),
         ),
+        (
+            "an unknown window to both sides",
+            lambda: model.model.layers[0](x, position_embeddings=tables, sliding_window=2, is_causal=False),
+        ),
+        ("'pooler' reads one position", lambda: parallelize_model(pools, mesh)),
+        ("from one position", lambda: parallelize_model(classifies, mesh)),
         ("has attention sinks", lambda: parallelize_model(sinking, mesh)),
         ("balance its experts", lambda: routed(part, position_ids=positions, output_router_logits=True)),
         ("mixes positions", lambda: parallelize_model(convolved, mesh)),

@@ -15,6 +15,7 @@ import numpy as np
 from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.dtensor.plain_attention import Earlier, PartsOfModule
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors, held_tensors
+from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, name_module
@@ -93,6 +94,25 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which mixes positions but is not attention: {remedy}"
             )
+
+
+def _reach(module: Any, window: int | None, causal: bool) -> float | None:
+    """Return the distance from which attention sees no position, or None for a class whose windows are unknown.
+
+    Args:
+        module: attention module.
+        window: its argument ``sliding_window``.
+        causal: whether a token sees none after it.
+    """
+    if window is None:
+        return math.inf
+    names = vars(sys.modules[type(module).__module__])
+    if causal or "_bidirectional_window_overlay" in names:  # the latter is that of Gemma 3
+        return window
+    if "create_bidirectional_sliding_window_mask" not in names:
+        return None
+    # This mask shows the distance that the config names. Most modules pass one more, as flash attention counts.
+    return window + (window == module.config.sliding_window)
 
 
 def _eager(module: Any) -> Any:
@@ -262,11 +282,15 @@ def _attention(
     **more: Any,
 ) -> tuple[Any, None]:
     """Compute attention with the signature of transformers' attention interface."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
 
     cut: _Cut | None = _CUTS.get(module.config)
     where = f"attention in {module_label(module)}"
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    reach: Any = _reach(module, sliding_window, causal)
     further = [name for name in _FURTHER if more.get(name) is not None]
+    if reach is None:
+        further.append("an unknown window to both sides")
     if cut is None:
         raise ValueError(
             f"{where} belongs to a copy of a model with sharded sequences: call parallelize_model for the copy"
@@ -278,12 +302,11 @@ def _attention(
         )
     if (earlier := _EARLIER.get(module)) is None:
         _EARLIER.set(module, earlier := Earlier())
-    parts = PartsOfModule(cut.mesh, where, cut.balance, None, earlier)
-    platform, causal = cut.mesh.platform, getattr(module, "is_causal", True) if is_causal is None else is_causal
+    parts, platform = PartsOfModule(cut.mesh, where, cut.balance, None, earlier), cut.mesh.platform
 
     def seen(queries: np.ndarray, length: int) -> Any:
         """Return for each query which keys it sees."""
-        width = length if sliding_window is None else sliding_window
+        width = min(length, reach)
         behind = platform.places(queries, query).reshape((-1, 1)) - platform.places(np.arange(length), query)
         return (behind < width) & (behind >= (0 if causal else 1 - width))
 
@@ -294,9 +317,18 @@ def _attention(
         y, _ = _eager(module)(module, query, key, value, mask, scaling, dropout=dropout)
         return y, None
 
-    def window(length: int) -> Any:
-        return None if sliding_window is None or sliding_window >= length else seen(np.arange(length), length)
+    def mask_of(length: int) -> Any:
+        """Return the mask of the full sequence, or None where the causal one is enough.
 
-    parts.make_mask = window
+        A rank with one query gets no causal mask from transformers, which takes this query for a step of decoding.
+        """
+        windowed = reach < length or (causal and 1 in chunk_sizes(length, cut.mesh.size()))
+        return seen(np.arange(length), length) if windowed else None
+
+    parts.make_mask = mask_of
+    groups = getattr(module, "num_key_value_groups", 1)
+    if groups > 1 and not use_gqa_in_sdpa(None, key, value):
+        # Here, since transformers would fold the heads of one query into its length instead.
+        key, value, module = repeat_kv(key, groups), repeat_kv(value, groups), None
     with platform.attention_calls(parts, parts.mixes):
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, causal)
