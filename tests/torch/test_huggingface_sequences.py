@@ -217,6 +217,7 @@ def wrong(mesh: Any) -> None:
     part, positions, whole = batch["input_ids"], batch["position_ids"], torch.ones_like(ids)
     hiding, same = whole.clone(), torch.arange(3, device=device())[None]
     hiding[0, 0] = 0
+    packed = {"input_ids": ids, "position_ids": torch.arange(6, device=device())[None] % 4}
     x, tables = torch.zeros(2, 3, 32, device=device()), (torch.ones(2, 3, 8, device=device()),) * 2
     copied = copy.deepcopy(model)
     capped = parallelize_model(build("gemma 2"), mesh)
@@ -234,6 +235,11 @@ def wrong(mesh: Any) -> None:
         ("Leave labels out", lambda: model(input_ids=part, position_ids=positions, labels=part)),
         ("without position_ids", lambda: model(part)),
         ("the same position_ids", lambda: model(input_ids=part, position_ids=same)),
+        ("Leave start_positions", lambda: model(input_ids=part, position_ids=positions, start_positions=part)),
+        ("do not count up", lambda: model(**shard_sequence(packed, mesh))),
+        ("do not count up", lambda: model(**shard_sequence({"input_ids": ids}, mesh, balance=False))),
+        ("do not count up", lambda: model(part, position_ids=torch.cat([positions, positions * 2]))),
+        ("do not count up", lambda: model(part, position_ids=positions * 3)),
         ("hides tokens", lambda: model(part, hiding, positions)),
         ("hides tokens", lambda: model.model(part, hiding, positions)),
         ("that of the full sequence", lambda: model(part, whole[:, :3], positions)),
@@ -260,6 +266,12 @@ def wrong(mesh: Any) -> None:
     for words, call in refusals:
         with check_ranks(mesh), pytest.raises(ValueError, match=words):
             call()
+    model(**shard_sequence({"input_ids": ids}, mesh))  # the ranks compare it, and later calls if positions are given
+    with pytest.raises(ValueError, match="do not count up"):
+        model(**shard_sequence(packed, mesh))
+    ones = shard_sequence({**packed, "attention_mask": whole}, mesh)
+    wanted = build("llama")(**packed, attention_mask=whole).logits
+    torch.testing.assert_close(context_parallel_unshard(mesh, [model(**ones).logits], [1])[0], wanted)
 
 
 def test_wrong_use(pool: Any) -> None:

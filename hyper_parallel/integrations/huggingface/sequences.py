@@ -5,21 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.dtensor.plain_attention import Earlier, PartsOfModule
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors, held_tensors
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, name_module
 from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.integrations.huggingface.cut_calls import checked_call
 from hyper_parallel.integrations.huggingface.prefill import prefilled
 
 __all__ = ["check_cut", "cut_sequences", "meshes_of"]
@@ -163,7 +161,7 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
     def check(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if module.config._attn_implementation != NAME:  # generate
             return args, kwargs
-        return (), _checked(_by_name(module, args, kwargs), mesh, type(module).__name__, compared)
+        return (), checked_call(_by_name(module, args, kwargs), mesh, balance, type(module).__name__, compared)
 
     platform.register_forward_pre_hook(model, check_labels, with_kwargs=True)
     platform.register_forward_pre_hook(model.base_model, check, with_kwargs=True)
@@ -227,46 +225,6 @@ def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     """Return the arguments of a call of a model, by name."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[Any]) -> dict[str, Any]:
-    """Return the arguments of a call without the attention mask, after a check that the mask hides no token.
-
-    Raises:
-        ValueError: on all ranks, for arguments that must cover the full sequence, or would give wrong results for a
-            part.
-    """
-    platform = mesh.platform
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    kind = None if mask is None else tuple(getattr(mask, "shape", ()))
-    same, whole = False, True
-    if positions is not None and (kind not in compared or CHECKS) and not platform.sends_nothing:
-        mine = [zlib.crc32(platform.bytes_of(positions)), positions.shape[-1], 2 if kind is None else len(kind)]
-        mine += [0, 0] if mask is None or mine[2] != 2 else [mask.shape[-1], zlib.crc32(platform.bytes_of(mask))]
-        of_positions, parts, dims, lengths, of_masks = numbers_of_ranks(mine, mesh, f"a call of {name}").T
-        same = mesh.size() > 1 and len(set(of_positions.tolist())) == 1
-        whole = set(dims.tolist()) == {2} and len(set(of_masks.tolist())) == 1
-        whole = whole and set(lengths.tolist()) == {0 if mask is None else int(parts.sum())}
-    if positions is None or same:
-        raise ValueError(
-            f"{name} takes shards of sequences on {mesh}, but "
-            f"{'was called without position_ids' if positions is None else 'all ranks gave the same position_ids'}: "
-            "shard the batch with shard_sequence, which makes position_ids, and pass position_ids to the model"
-        )
-    if not whole:
-        raise ValueError(
-            f"the attention_mask of {name} must be that of the full sequence on all ranks, of shape (samples, "
-            f"length), got the shape {kind}: use the mask of shard_sequence, which does not shard it"
-        )
-    compared.add(kind)
-    # All ranks have compared a mask of this shape, so each has the same full mask and comes to the same decision.
-    if mask is not None and platform.has_values(mask) and not bool(mask.all()):
-        raise ValueError(
-            f"the attention_mask of {name} hides tokens, which is not supported for sharded sequences. Pad at the end "
-            "with ignored labels, and leave the mask out. Under a causal mask, no token attends to the padding after "
-            "it"
-        )
-    return {**given, "attention_mask": None}
 
 
 def _attention(
