@@ -209,6 +209,8 @@ def test_prompts_that_are_not_cut(pool: Any) -> None:
 
 @spmd.on_mesh(2, names=("cp",))
 def wrong(mesh: Any) -> None:
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForSequenceClassification
+
     from hyper_parallel.integrations.huggingface import parallelize_model
 
     model = parallelize_model(build("llama"), mesh)
@@ -231,6 +233,9 @@ def wrong(mesh: Any) -> None:
     odd.model.layers[0].config.layer_types = ["linear_attention"]
     other = build("llama")
     other._supports_attention_backend = False
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    pools = BertModel(BertConfig(**sizes, intermediate_size=8))
+    classifies = LlamaForSequenceClassification(LlamaConfig(**sizes, intermediate_size=8))
     refusals: list[tuple[str, Callable[[], Any]]] = [
         ("Leave labels out", lambda: model(input_ids=part, position_ids=positions, labels=part)),
         ("without position_ids", lambda: model(part)),

@@ -30,8 +30,15 @@ _KINDS = ("full_attention", "sliding_attention")
 _BY_LENGTH = ("dynamic", "longrope")
 #: Further arguments of some models' attention, which are refused.
 _FURTHER = ("softcap", "position_bias")
+#: Arguments from which models compute their loss.
+_LABELS = ("labels", "start_positions", "end_positions")
 #: Layers that mix positions without attention.
 _MIXING = ("Conv1d", "Conv2d", "RNN", "LSTM", "GRU")
+#: Parts of the names of models that compute on one position of each sequence.
+_POOLING = (
+    *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForImageClassification"),
+    *("ForAudioClassification", "DoubleHeadsModel"),
+)
 
 
 class _Cut(NamedTuple):
@@ -71,7 +78,17 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers: {remedy}")
+    if any(part in kind.__name__ for kind in type(model).__mro__ for part in _POOLING):
+        raise ValueError(
+            f"{name} computes its output from one position of each sequence, but a rank has a shard of the positions: "
+            f"call its base model, gather last_hidden_state with context_parallel_unshard, and pool it, or {remedy}"
+        )
     for path, module in mesh.platform.named_modules(model):
+        if path.rpartition(".")[2] == "pooler":
+            raise ValueError(
+                f"{path!r} reads one position of each sequence, but a rank has a shard of the positions: build "
+                f"{name} with add_pooling_layer=False, or {remedy}"
+            )
         config = getattr(module, "config", None)
         odd = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
         if odd:
@@ -144,11 +161,12 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
 
     def check_labels(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = _by_name(module, args, kwargs)
-        if given.get("labels") is not None:
+        labels = [key for key in _LABELS if given.get(key) is not None]
+        if labels:
             raise ValueError(
                 f"{type(module).__name__} would shift labels within this rank's shard, and average over this shard "
-                "alone. Leave labels out, and compute the loss with token_mean from the logits and the labels of "
-                "shard_sequence"
+                f"alone. Leave {' and '.join(labels)} out, and compute the loss with token_mean from the logits and "
+                "the labels of shard_sequence"
             )
         routed = given.get("output_router_logits")
         if getattr(module.config, "output_router_logits", False) if routed is None else routed:
