@@ -61,6 +61,19 @@ class Mlp(nn.Module):
         return self.down(F.silu(self.up(x)))
 
 
+class Gated(Mlp):
+    """The first reader of its input computes without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(6, 8).to(device())
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            gate = self.gate(x).sigmoid()
+        return self.down(gate * self.up(x))
+
+
 COLWISE_ROWWISE = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 
@@ -301,6 +314,16 @@ def ways(mesh: Any) -> None:
     for way in (by_module, by_function) if everything() else (by_function,):
         compare(mesh, Mlp(), COLWISE_ROWWISE, x, compile=way)
     compare(mesh, Mlp(), COLWISE_ROWWISE, x, compile=with_checkpoint, counts=False)
+    gated, into_parts = (
+        nn.Sequential(nn.Linear(6, 6).to(device()), Gated()),
+        {
+            "0": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0)),
+            "1": PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate()),
+        },
+    )
+    readers = {"1.gate": ColwiseParallel(), "1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
+    for before in ({}, into_parts):
+        compare(mesh, gated, before | readers, [randn(4, 6)], counts=not before)
     torch.manual_seed(0)
     single = Logits(Sizes(heads=4, features=8, sequence=8), False).to(device())
     of_block = {path: style for path, style in block_plan(False).items() if path.startswith("block.")}
@@ -310,11 +333,11 @@ def ways(mesh: Any) -> None:
     compare(mesh, Mlp(), COLWISE_ROWWISE, x, around=autocast, tolerance=0.1)
     fresh()
     graphs, mlp_alone = Graphs(), Mlp()
-    before = copy.deepcopy(mlp_alone)
-    before.compile(backend=graphs.backend, fullgraph=True)
-    parallelize_module(before, mesh, COLWISE_ROWWISE)
+    model = copy.deepcopy(mlp_alone)
+    model.compile(backend=graphs.backend, fullgraph=True)
+    parallelize_module(model, mesh, COLWISE_ROWWISE)
     for n in (2, 3):
-        close(before(randn(n, 6, seed=n)), mlp_alone(randn(n, 6, seed=n)))
+        close(model(randn(n, 6, seed=n)), mlp_alone(randn(n, 6, seed=n)))
     assert graphs.graphs
 
 

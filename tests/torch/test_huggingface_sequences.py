@@ -129,12 +129,67 @@ def test_sequences_and_heads_of_more_models(pool: Any) -> None:
     pool.run(4, with_heads, "llama", "llama, one key-value head", "qwen3", "mistral", "mixtral", "gpt oss")
 
 
-@spmd.on_mesh(2, names=("cp",))
-def whole_prompts(mesh: Any) -> None:
-    """Prompts that hide tokens, that are shorter than the ranks, and that are another on each rank are not cut."""
+def one_position(mesh: Any, length: int, changes: dict[str, Any]) -> None:
+    """A rank with one token of a causal sequence: the token sees none after it."""
     from hyper_parallel.integrations.huggingface import parallelize_model
 
-    reference, model = build("llama").eval(), parallelize_model(build("llama"), mesh).eval()
+    reference, model = build("llama", **changes), parallelize_model(build("llama", **changes), mesh)
+    wanted, _ = single(reference, length)
+    logits, _ = cut(model, mesh["cp"], length, False)
+    torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
+    for (name, p), q in zip(model.named_parameters(), reference.parameters(), strict=True):
+        found = whole_gradient(p, mesh["cp"], False)
+        torch.testing.assert_close(found, q.grad, rtol=1e-3, atol=1e-4, msg=f"{length} tokens: gradient of {name}")
+
+
+def window_to_both_sides(mesh: Any) -> None:
+    """T5Gemma's encoder, whose window has its ends inside."""
+    from transformers import T5GemmaConfig, T5GemmaEncoderModel
+
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    part: dict[str, Any] = {
+        "vocab_size": 48,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 3,
+        "attn_logit_softcapping": None,
+        "query_pre_attn_scalar": 8,
+    }
+    torch.manual_seed(0)
+    config = T5GemmaConfig(encoder=part, decoder=part, is_encoder_decoder=False, attn_implementation="eager")
+    reference = T5GemmaEncoderModel(config).eval().to(device())
+    model = parallelize_model(copy.deepcopy(reference), mesh)
+    ids, _ = data(9)
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    wanted = reference(**batch).last_hidden_state
+    y = model(**shard_sequence(batch, mesh["cp"])).last_hidden_state
+    torch.testing.assert_close(context_parallel_unshard(mesh["cp"], [y], [1])[0], wanted, rtol=1e-4, atol=1e-4)
+
+
+@spmd.on_mesh(2, names=("cp",))
+def of_parts(mesh: Any) -> None:
+    one_position(mesh, 2, {})
+    one_position(mesh, 3, {"num_key_value_heads": 2, "head_dim": 264})  # torch's kernels take 256 features
+    window_to_both_sides(mesh)
+
+
+def test_parts_of_one_position_and_windows(pool: Any) -> None:
+    pool.run(2, of_parts)
+
+
+@spmd.on_mesh(2, names=("cp",))
+def whole_prompts(mesh: Any) -> None:
+    """Prompts that hide tokens, that are shorter than the ranks, and that are another on each rank are not cut. Neither
+    are those whose hidden states or weights of attention the caller wants."""
+    from hyper_parallel.integrations.huggingface import parallelize_model
+
+    reference, model = (build("llama", attn_implementation="eager") for _ in range(2))
+    parallelize_model(model, mesh)
     ids, _ = data(6)
     hiding = torch.ones_like(ids)
     hiding[0, :2] = 0
@@ -142,6 +197,10 @@ def whole_prompts(mesh: Any) -> None:
     for prompt, mask in ((ids, hiding), (ids[:, :1], None), (own, None)):
         words = [m.generate(prompt, attention_mask=mask, max_new_tokens=3, do_sample=False) for m in (model, reference)]
         assert torch.equal(*words)
+    for key in ("hidden_states", "attentions"):
+        more: dict[str, Any] = {f"output_{key}": True, "return_dict_in_generate": True, "do_sample": False}
+        found, wanted = (m.generate(ids, max_new_tokens=2, **more)[key] for m in (model, reference))
+        torch.testing.assert_close(found, wanted)
 
 
 def test_prompts_that_are_not_cut(pool: Any) -> None:
@@ -150,6 +209,8 @@ def test_prompts_that_are_not_cut(pool: Any) -> None:
 
 @spmd.on_mesh(2, names=("cp",))
 def wrong(mesh: Any) -> None:
+    from transformers import BertConfig, BertModel, LlamaConfig, LlamaForSequenceClassification
+
     from hyper_parallel.integrations.huggingface import parallelize_model
 
     model = parallelize_model(build("llama"), mesh)
@@ -158,6 +219,7 @@ def wrong(mesh: Any) -> None:
     part, positions, whole = batch["input_ids"], batch["position_ids"], torch.ones_like(ids)
     hiding, same = whole.clone(), torch.arange(3, device=device())[None]
     hiding[0, 0] = 0
+    packed = {"input_ids": ids, "position_ids": torch.arange(6, device=device())[None] % 4}
     x, tables = torch.zeros(2, 3, 32, device=device()), (torch.ones(2, 3, 8, device=device()),) * 2
     copied = copy.deepcopy(model)
     capped = parallelize_model(build("gemma 2"), mesh)
@@ -171,10 +233,18 @@ def wrong(mesh: Any) -> None:
     odd.model.layers[0].config.layer_types = ["linear_attention"]
     other = build("llama")
     other._supports_attention_backend = False
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
+    pools = BertModel(BertConfig(**sizes, intermediate_size=8))
+    classifies = LlamaForSequenceClassification(LlamaConfig(**sizes, intermediate_size=8))
     refusals: list[tuple[str, Callable[[], Any]]] = [
         ("Leave labels out", lambda: model(input_ids=part, position_ids=positions, labels=part)),
         ("without position_ids", lambda: model(part)),
         ("the same position_ids", lambda: model(input_ids=part, position_ids=same)),
+        ("Leave start_positions", lambda: model(input_ids=part, position_ids=positions, start_positions=part)),
+        ("do not count up", lambda: model(**shard_sequence(packed, mesh))),
+        ("do not count up", lambda: model(**shard_sequence({"input_ids": ids}, mesh, balance=False))),
+        ("do not count up", lambda: model(part, position_ids=torch.cat([positions, positions * 2]))),
+        ("do not count up", lambda: model(part, position_ids=positions * 3)),
         ("hides tokens", lambda: model(part, hiding, positions)),
         ("hides tokens", lambda: model.model(part, hiding, positions)),
         ("that of the full sequence", lambda: model(part, whole[:, :3], positions)),
@@ -185,6 +255,12 @@ def wrong(mesh: Any) -> None:
             "a mask, which is not supported",
             lambda: model.model.layers[0](x, hiding[:, None, None], position_embeddings=tables),
         ),
+        (
+            "an unknown window to both sides",
+            lambda: model.model.layers[0](x, position_embeddings=tables, sliding_window=2, is_causal=False),
+        ),
+        ("'pooler' reads one position", lambda: parallelize_model(pools, mesh)),
+        ("from one position", lambda: parallelize_model(classifies, mesh)),
         ("has attention sinks", lambda: parallelize_model(sinking, mesh)),
         ("balance its experts", lambda: routed(part, position_ids=positions, output_router_logits=True)),
         ("mixes positions", lambda: parallelize_model(convolved, mesh)),
@@ -195,6 +271,12 @@ def wrong(mesh: Any) -> None:
     for words, call in refusals:
         with check_ranks(mesh), pytest.raises(ValueError, match=words):
             call()
+    model(**shard_sequence({"input_ids": ids}, mesh))  # the ranks compare it, and later calls if positions are given
+    with pytest.raises(ValueError, match="do not count up"):
+        model(**shard_sequence(packed, mesh))
+    ones = shard_sequence({**packed, "attention_mask": whole}, mesh)
+    wanted = build("llama")(**packed, attention_mask=whole).logits
+    torch.testing.assert_close(context_parallel_unshard(mesh, [model(**ones).logits], [1])[0], wanted)
 
 
 def test_wrong_use(pool: Any) -> None:

@@ -23,12 +23,14 @@ from hyper_parallel.core.rules.sequence_cut import moved
 from hyper_parallel.core.weak_table import WeakTable
 from hyper_parallel.platform.contract.autograd import named
 
-__all__ = ["shard_sequence", "token_mean"]
+__all__ = ["brings_positions", "shard_sequence", "token_mean"]
 
 #: Name of an input of Hugging Face models -> its sequence dimension, or None if the tensor is not sharded.
 _DIMS: Mapping[str, int | None] = {"attention_mask": None, "position_ids": -1}
 #: mesh -> True once its ranks have compared a batch.
 _COMPARED = WeakTable()
+#: mesh -> True once a batch has brought positions of its own.
+_BROUGHT = WeakTable()
 #: mesh -> True once its ranks have compared losses of `token_mean`.
 _COMPARED_LOSSES = WeakTable()
 
@@ -82,6 +84,8 @@ def shard_sequence(
     length = _length_of(batch, dims, mesh)
     _compare(batch, mesh, platform)
     mesh._has_uneven_shards |= length % mesh.size() != 0
+    if positions in batch:
+        _BROUGHT.set(mesh, True)
     whole, own = ((0, length),), ranges_on(mesh, length, balance)[mesh.get_local_rank(0)]
     found = dict(batch)
     with platform.no_dispatch():
@@ -98,6 +102,11 @@ def shard_sequence(
             places = np.concatenate([np.arange(start, start + n) for start, n in own])
             found[positions] = platform.places(places, like).reshape((1, len(places)))
     return found
+
+
+def brings_positions(mesh: DeviceMesh) -> bool:
+    """Return whether `shard_sequence` has sharded a batch with positions of its own. All ranks of the mesh agree."""
+    return _BROUGHT.get(mesh) is not None
 
 
 def _dims_of(batch: Mapping[str, Any], wanted: Mapping[str, int | None], platform: Any) -> dict[str, int]:

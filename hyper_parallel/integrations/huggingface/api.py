@@ -71,8 +71,9 @@ def parallelize_model(
             model without a plan, an unknown style, heads or experts that the ranks cannot share, unsupported adapters,
             a key of ``plan`` that matches nothing, and all that `parallelize_module` refuses. Nothing has been changed
             then.
-            With sharded sequences, for layers that mix positions and are no known attention. In a call, for
-            ``labels``, a mask that hides tokens, and shards without ``position_ids``.
+            With sharded sequences, for layers that mix positions and are no known attention, and for models that read
+            one position. In a call, for ``labels``, a mask that hides tokens, shards without ``position_ids``, and
+            packed documents.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -16,16 +16,20 @@ __all__ = ["prefilled"]
 
 #: Names of the cache in the calls and outputs of models, the newer name first.
 _NAMES = ("cache", "past_key_values")
+#: Arguments that ask for outputs of layers.
+_OF_LAYERS = ("output_hidden_states", "output_attentions")
 
 
-def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Callable[..., Any]) -> Any:
+def prefilled(given: dict[str, Any], config: Any, mesh: DeviceMesh, balance: bool, call: Callable[..., Any]) -> Any:
     """Return the output of the first call that `generate` makes, or None for a prompt that is not sharded.
 
     The ranks compare their prompts. They compute shards if all ranks have the same prompt, with a position for each
-    rank. Afterwards keys, values and outputs are unsharded, so that every rank has the full cache.
+    rank. No rank may ask for the outputs of layers. Afterwards keys, values and outputs are unsharded, so that every
+    rank has the full cache.
 
     Args:
         given: arguments of the base model, by name.
+        config: configuration of the base model.
         mesh: mesh that shards sequences.
         balance: see `shard_sequence`.
         call: function that calls the base model, with attention over the full sequence.
@@ -42,7 +46,9 @@ def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Call
         return None
     length = ids.shape[1]
     hides = mask is not None and not bool(mask.all())
-    fits = 0 not in chunk_sizes(length, mesh.size()) and not hides
+    # Layers would return those of a shard, in the order in which the rank holds it.
+    of_layers = any(given.get(key, getattr(config, key, False)) for key in _OF_LAYERS)
+    fits = 0 not in chunk_sizes(length, mesh.size()) and not hides and not of_layers
     mine = [zlib.crc32(platform.bytes_of(ids)), length, fits]
     rows = numbers_of_ranks(mine, mesh, "the first call of generate")
     if not rows[:, 2].all() or (rows != rows[0]).any():
@@ -61,7 +67,7 @@ def prefilled(given: dict[str, Any], mesh: DeviceMesh, balance: bool, call: Call
 
     parts, cache = Parts(), given[name]
     cut = {"input_ids": ids, "position_ids": positions.expand(ids.shape)}
-    own = shard_sequence(cut, mesh, labels=None, balance=balance)
+    own = shard_sequence(cut, mesh, labels=None, positions=None, balance=balance)
     result = call(**{**given, **own, "attention_mask": None, name: parts})
     for layer, both in sorted(parts.held.items()):
         cache.update(*context_parallel_unshard(mesh, both, [2, 2], balance=balance), layer)

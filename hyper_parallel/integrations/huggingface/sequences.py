@@ -5,20 +5,19 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from hyper_parallel.core.communication.parts import numbers_of_ranks
 from hyper_parallel.core.dtensor.plain_attention import Earlier, PartsOfModule
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors, held_tensors
+from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label, name_module
 from hyper_parallel.core.weak_table import WeakTable
+from hyper_parallel.integrations.huggingface.cut_calls import checked_call
 from hyper_parallel.integrations.huggingface.prefill import prefilled
 
 __all__ = ["check_cut", "cut_sequences", "meshes_of"]
@@ -31,8 +30,15 @@ _KINDS = ("full_attention", "sliding_attention")
 _BY_LENGTH = ("dynamic", "longrope")
 #: Further arguments of some models' attention, which are refused.
 _FURTHER = ("softcap", "position_bias")
+#: Arguments from which models compute their loss.
+_LABELS = ("labels", "start_positions", "end_positions")
 #: Layers that mix positions without attention.
 _MIXING = ("Conv1d", "Conv2d", "RNN", "LSTM", "GRU")
+#: Parts of the names of models that compute on one position of each sequence.
+_POOLING = (
+    *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForImageClassification"),
+    *("ForAudioClassification", "DoubleHeadsModel"),
+)
 
 
 class _Cut(NamedTuple):
@@ -72,7 +78,17 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
     name = type(model).__name__
     if not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"{name} does not use the attention interface of transformers: {remedy}")
+    if any(part in kind.__name__ for kind in type(model).__mro__ for part in _POOLING):
+        raise ValueError(
+            f"{name} computes its output from one position of each sequence, but a rank has a shard of the positions: "
+            f"call its base model, gather last_hidden_state with context_parallel_unshard, and pool it, or {remedy}"
+        )
     for path, module in mesh.platform.named_modules(model):
+        if path.rpartition(".")[2] == "pooler":
+            raise ValueError(
+                f"{path!r} reads one position of each sequence, but a rank has a shard of the positions: build "
+                f"{name} with add_pooling_layer=False, or {remedy}"
+            )
         config = getattr(module, "config", None)
         odd = sorted(set(getattr(config, "layer_types", None) or ()) - set(_KINDS))
         if odd:
@@ -93,6 +109,25 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
             raise ValueError(
                 f"{path!r} is a {type(module).__name__}, which mixes positions but is not attention: {remedy}"
             )
+
+
+def _reach(module: Any, window: int | None, causal: bool) -> float | None:
+    """Return the distance from which attention sees no position, or None for a class whose windows are unknown.
+
+    Args:
+        module: attention module.
+        window: its argument ``sliding_window``.
+        causal: whether a token sees none after it.
+    """
+    if window is None:
+        return math.inf
+    names = vars(sys.modules[type(module).__module__])
+    if causal or "_bidirectional_window_overlay" in names:  # the latter is that of Gemma 3
+        return window
+    if "create_bidirectional_sliding_window_mask" not in names:
+        return None
+    # This mask shows the distance that the config names. Most modules pass one more, as flash attention counts.
+    return window + (window == module.config.sliding_window)
 
 
 def _eager(module: Any) -> Any:
@@ -126,11 +161,12 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
 
     def check_labels(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         given = _by_name(module, args, kwargs)
-        if given.get("labels") is not None:
+        labels = [key for key in _LABELS if given.get(key) is not None]
+        if labels:
             raise ValueError(
                 f"{type(module).__name__} would shift labels within this rank's shard, and average over this shard "
-                "alone. Leave labels out, and compute the loss with token_mean from the logits and the labels of "
-                "shard_sequence"
+                f"alone. Leave {' and '.join(labels)} out, and compute the loss with token_mean from the logits and "
+                "the labels of shard_sequence"
             )
         routed = given.get("output_router_logits")
         if getattr(module.config, "output_router_logits", False) if routed is None else routed:
@@ -143,7 +179,7 @@ def cut_sequences(model: Any, mesh: DeviceMesh, balance: bool, src_data_rank: in
     def check(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if module.config._attn_implementation != NAME:  # generate
             return args, kwargs
-        return (), _checked(_by_name(module, args, kwargs), mesh, type(module).__name__, compared)
+        return (), checked_call(_by_name(module, args, kwargs), mesh, balance, type(module).__name__, compared)
 
     platform.register_forward_pre_hook(model, check_labels, with_kwargs=True)
     platform.register_forward_pre_hook(model.base_model, check, with_kwargs=True)
@@ -175,7 +211,7 @@ def _cut_prompts(base: Any, mesh: DeviceMesh, balance: bool, before: list[tuple[
                 with _set(before, NAME):
                     return forward(module, **parts)
 
-            found = prefilled(given, mesh, balance, of_parts)
+            found = prefilled(given, module.config, mesh, balance, of_parts)
             return forward(module, **given) if found is None else found
 
         return run
@@ -209,46 +245,6 @@ def _by_name(module: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
     return dict(zip(names, args, strict=False)) | kwargs
 
 
-def _checked(given: dict[str, Any], mesh: DeviceMesh, name: str, compared: set[Any]) -> dict[str, Any]:
-    """Return the arguments of a call without the attention mask, after a check that the mask hides no token.
-
-    Raises:
-        ValueError: on all ranks, for arguments that must cover the full sequence, or would give wrong results for a
-            part.
-    """
-    platform = mesh.platform
-    positions, mask = given.get("position_ids"), given.get("attention_mask")
-    kind = None if mask is None else tuple(getattr(mask, "shape", ()))
-    same, whole = False, True
-    if positions is not None and (kind not in compared or CHECKS) and not platform.sends_nothing:
-        mine = [zlib.crc32(platform.bytes_of(positions)), positions.shape[-1], 2 if kind is None else len(kind)]
-        mine += [0, 0] if mask is None or mine[2] != 2 else [mask.shape[-1], zlib.crc32(platform.bytes_of(mask))]
-        of_positions, parts, dims, lengths, of_masks = numbers_of_ranks(mine, mesh, f"a call of {name}").T
-        same = mesh.size() > 1 and len(set(of_positions.tolist())) == 1
-        whole = set(dims.tolist()) == {2} and len(set(of_masks.tolist())) == 1
-        whole = whole and set(lengths.tolist()) == {0 if mask is None else int(parts.sum())}
-    if positions is None or same:
-        raise ValueError(
-            f"{name} takes shards of sequences on {mesh}, but "
-            f"{'was called without position_ids' if positions is None else 'all ranks gave the same position_ids'}: "
-            "shard the batch with shard_sequence, which makes position_ids, and pass position_ids to the model"
-        )
-    if not whole:
-        raise ValueError(
-            f"the attention_mask of {name} must be that of the full sequence on all ranks, of shape (samples, "
-            f"length), got the shape {kind}: use the mask of shard_sequence, which does not shard it"
-        )
-    compared.add(kind)
-    # All ranks have compared a mask of this shape, so each has the same full mask and comes to the same decision.
-    if mask is not None and platform.has_values(mask) and not bool(mask.all()):
-        raise ValueError(
-            f"the attention_mask of {name} hides tokens, which is not supported for sharded sequences. Pad at the end "
-            "with ignored labels, and leave the mask out. Under a causal mask, no token attends to the padding after "
-            "it"
-        )
-    return {**given, "attention_mask": None}
-
-
 def _attention(
     module: Any,
     query: Any,
@@ -262,11 +258,15 @@ def _attention(
     **more: Any,
 ) -> tuple[Any, None]:
     """Compute attention with the signature of transformers' attention interface."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
 
     cut: _Cut | None = _CUTS.get(module.config)
     where = f"attention in {module_label(module)}"
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    reach: Any = _reach(module, sliding_window, causal)
     further = [name for name in _FURTHER if more.get(name) is not None]
+    if reach is None:
+        further.append("an unknown window to both sides")
     if cut is None:
         raise ValueError(
             f"{where} belongs to a copy of a model with sharded sequences: call parallelize_model for the copy"
@@ -278,12 +278,11 @@ def _attention(
         )
     if (earlier := _EARLIER.get(module)) is None:
         _EARLIER.set(module, earlier := Earlier())
-    parts = PartsOfModule(cut.mesh, where, cut.balance, None, earlier)
-    platform, causal = cut.mesh.platform, getattr(module, "is_causal", True) if is_causal is None else is_causal
+    parts, platform = PartsOfModule(cut.mesh, where, cut.balance, None, earlier), cut.mesh.platform
 
     def seen(queries: np.ndarray, length: int) -> Any:
         """Return for each query which keys it sees."""
-        width = length if sliding_window is None else sliding_window
+        width = min(length, reach)
         behind = platform.places(queries, query).reshape((-1, 1)) - platform.places(np.arange(length), query)
         return (behind < width) & (behind >= (0 if causal else 1 - width))
 
@@ -294,9 +293,18 @@ def _attention(
         y, _ = _eager(module)(module, query, key, value, mask, scaling, dropout=dropout)
         return y, None
 
-    def window(length: int) -> Any:
-        return None if sliding_window is None or sliding_window >= length else seen(np.arange(length), length)
+    def mask_of(length: int) -> Any:
+        """Return the mask of the full sequence, or None where the causal one is enough.
 
-    parts.make_mask = window
+        A rank with one query gets no causal mask from transformers, which takes this query for a step of decoding.
+        """
+        windowed = reach < length or (causal and 1 in chunk_sizes(length, cut.mesh.size()))
+        return seen(np.arange(length), length) if windowed else None
+
+    parts.make_mask = mask_of
+    groups = getattr(module, "num_key_value_groups", 1)
+    if groups > 1 and not use_gqa_in_sdpa(None, key, value):
+        # Here, since transformers would fold the heads of one query into its length instead.
+        key, value, module = repeat_kv(key, groups), repeat_kv(value, groups), None
     with platform.attention_calls(parts, parts.mixes):
         return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, causal)

@@ -353,6 +353,11 @@ def _few_rows(module: Any, x: Any, *_: Any) -> Any:
     return x[:0]
 
 
+def _as_counted(module: Any, x: Any, counts: Any) -> Any:
+    assert int(get_adapter().numpy(counts).sum()) == x.shape[0]
+    return x
+
+
 def module_with(forward: Any) -> Any:
     """Return a module of experts with equal inner and outer features, and with this forward."""
     kind = get_adapter().SortedExperts
@@ -368,6 +373,11 @@ def wrong_uses(mesh: Any) -> None:
     parallelize_module(module, mesh, ExpertParallel())
     with pytest.raises(ValueError, match="a row for each token"):
         adapter.call(module, x, counts)
+    # Each rank's number fits 8 bits. Their sum does not.
+    counting = parallelize_module(module_with(_as_counted), mesh, ExpertParallel())
+    many = adapter.tensor(np.ones((200, FEATURES), np.float32))
+    counts_of_8_bits = adapter.tensor(np.array([200, 0, 0], np.uint8))
+    same(adapter.numpy(adapter.call(counting, many, counts_of_8_bits)), adapter.numpy(many), "tokens")
     token = SUMMED_OVER.set(mesh)
     try:
         refused(lambda: adapter.call(module, x, counts), ValueError, "plain tokens in a model whose batch is a DTensor")

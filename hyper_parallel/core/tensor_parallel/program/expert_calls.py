@@ -75,7 +75,9 @@ class ExpertCall:
         given, experts = dict(self.given), self.given[self.experts]
         given[self.tokens] = x
         if self.weights is None:
-            given[self.experts] = like(np.asarray(numbers, np.int64), experts, platform)
+            counts = platform.to_device(platform.host_tensor(np.asarray(numbers, np.int64)))
+            # The tokens of all ranks may be too many for 8 or 16 bits.
+            given[self.experts] = counts if experts.itemsize < 4 else platform.to_dtype(counts, experts.dtype)
         else:
             places = np.repeat(np.arange(len(numbers)), numbers).reshape(-1, 1)
             given[self.experts] = like(places, experts, platform)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hyper_parallel.platform.contract.programs import Comparison, Program, step_between
@@ -113,9 +114,12 @@ class Moves:
         shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
         if not shares:
             return self.bring(x, cut, None, for_parts=True)
-        if given.read_for_parts is None:
-            given.read_for_parts = self.bring(x, cut, None, for_parts=True)
-        return given.read_for_parts
+        differentiable, kept = torch.is_grad_enabled(), given.read_for_parts
+        # A tensor read inside no_grad has no backward: it serves no reader outside.
+        if kept is None or (differentiable and not kept[0]):
+            given.read_for_parts = kept = differentiable, self.bring(x, cut, None, for_parts=True)
+        y: Tensor = kept[1]
+        return y
 
     def bring(
         self, x: Tensor, source: int | str | None, target: int | str | None, sizes: tuple[int, ...] = (),

@@ -126,7 +126,8 @@ def gathered_class(mesh: Any, size: int, cut: int) -> type:
     """Return the class for a replicated DTensor that is still held as shards along ``cut``.
 
     Each reader gathers the shards on its own, so that backward takes the step that the reader needs. Instances have
-    ``read_for_parts``: the tensor gathered by the first reader that returns a partial cotangent, or None.
+    ``read_for_parts``: the tensor gathered by the first reader that returns a partial cotangent, after whether
+    gradients were enabled then. None before.
     """
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
