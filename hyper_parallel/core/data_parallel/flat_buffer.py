@@ -212,13 +212,6 @@ class FlatBuffer:
                     return False
         return True
 
-    def joined(self, values: Any, wholes: Sequence[Any]) -> Any:
-        """Return new storage with the values of the unsharded parameters ``wholes``. Padding is copied from
-        ``values``."""
-        narrow, places = self.platform.narrow, zip(self._room, self.blocks, strict=True)
-        rest = [narrow(values, 0, start + block.count, block.room - block.count) for start, block in places]
-        return self.platform.join([x for pair in zip(wholes, rest, strict=True) for x in pair])
-
     def views(self, values: Any) -> list[Any]:
         """Return each unsharded parameter, as a new view of ``values``, a result of `take`."""
         if values is self.whole:

@@ -66,6 +66,7 @@ class UnitParameters:
         #: For each buffer, its flat storage of unsharded parameters; None while the unit is sharded.
         self._values: list[Any] | None = None
         self._whole_at: Any = None  # `writes_to` the shards of parameters that stay unsharded until `reshard`
+        self._is_stale = False  # whether `_values` lack values that a forward wrote, because these are elsewhere
         self._pending = False  # whether an all-gather is pending
         self._sent: Any = None  # the shards of the pending all-gather
         self._sent_at: Any = None  # `writes_to` them when it started, if a forward or `unshard` will take it
@@ -150,32 +151,19 @@ class UnitParameters:
         """
         self.places.check_shown()
         with self._platform.no_dispatch():
-            written = self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members)
-            if written:
+            if self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members):
                 call.versions = writes_to(call.parameters)
                 if self._whole_at is not None:
                     self._whole_at = call.versions
-            if self._whole_at is None or self._values is None or self._platform.counts_writes:
-                return
-            if written or counts_of(wholes) != versions:
-                self._follow(wholes, self._values)
+            stays = self._whole_at is not None or not self.settings.reshard_after_backward
+            if stays and self._values is not None and not all(map(self._in_storage, wholes)):
+                self._is_stale, self._whole_at = True, None
+                self.take_over()
 
-    def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Copy values that a forward has written to parameters which stay unsharded until `reshard`.
-
-        If a backend does not count writes, the new values may be in other memory than the parameters'.
-
-        Args:
-            wholes: the unsharded parameters that modules have read.
-            before: the gathered storage of each buffer.
-        """
-        platform = self._platform
-        with platform.no_grad():
-            found = [platform.detach(whole) for whole in wholes]
-            stored = zip(self.buffers, self.members, before, strict=True)
-            self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in stored]
-            for shown, whole in zip(self._shown, found, strict=False):
-                platform.write(shown, whole)
+    def _in_storage(self, whole: Any) -> bool:
+        """Return whether an unsharded parameter is still stored in its buffer: ``p.data = x`` in a forward gives it
+        other memory, and so do writes of backends that do not count all writes."""
+        return 0 in self._platform.shape_of(whole) or self.frees(whole)
 
     def hide(self) -> None:
         """Let modules find the tensors that were in place before `show`."""
@@ -296,7 +284,7 @@ class UnitParameters:
         self.start(parameters)
         self._pending, self._sent = False, None
         found = [b.take(keep) for b in self.buffers]
-        self._values = found if keep else values
+        self._values, self._is_stale = found if keep else values, self._is_stale and not keep
         return found
 
     def shrink(self, mesh: DeviceMesh) -> None:
@@ -393,7 +381,7 @@ class UnitParameters:
                 found.append((b, trained, cotangents))
         self._open = 0
         self.drop_parts()
-        if self.settings.reshard_after_backward:
+        if self.settings.reshard_after_backward or self._is_stale:
             self.take_over()
             self.free()
         else:
