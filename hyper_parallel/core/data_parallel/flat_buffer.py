@@ -179,10 +179,11 @@ class FlatBuffer:
         if not keep:
             return platform.join(parts)
         if self.whole is None:
-            self.whole = platform.join(parts)
-            self._views = [*map(platform.counted_apart, self._cut(platform.detach(self.whole)))]
-            if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
-                self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
+            with platform.for_training(), platform.no_grad():  # `unshard` may be called in inference
+                self.whole = platform.join(parts)
+                self._views = [*map(platform.counted_apart, self._cut(platform.detach(self.whole)))]
+                if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
+                    self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
         else:
             platform.refill_storage(self.whole, parts)
         return self.whole
