@@ -176,6 +176,9 @@ def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
 
 
 def writes_to(shards: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return how often each shard has been written to: the framework's count, and that of the DTensor. The DTensor also
-    counts writes to other tensors of its memory, such as ``p.data.mul_()``, and new memory, as in ``p.data = x``."""
+    """Return how often each shard has been written to: the framework's count, and that of the DTensor.
+
+    The DTensor also counts writes to other tensors of its memory, such as ``p.data.mul_()``. New memory counts too, as
+    in ``p.data = x``.
+    """
     return list(map(_WRITES, shards))

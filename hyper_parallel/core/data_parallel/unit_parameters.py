@@ -17,7 +17,7 @@ from hyper_parallel.core.data_parallel.batches import whole_for_all
 from hyper_parallel.core.data_parallel.call import Call, Leaves, ModuleGroup, chosen, writes_to
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import Gradients, leave_unsummed, with_summed
-from hyper_parallel.core.data_parallel.places import Places, Writes, counts_of
+from hyper_parallel.core.data_parallel.places import Places, Writes
 from hyper_parallel.core.data_parallel.plan import Plan, Settings
 from hyper_parallel.core.data_parallel.reduction import CustomCollectives
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -161,8 +161,8 @@ class UnitParameters:
                 self.take_over()
 
     def _in_storage(self, whole: Any) -> bool:
-        """Return whether an unsharded parameter is still stored in its buffer: ``p.data = x`` in a forward gives it
-        other memory, and so do writes of backends that do not count all writes."""
+        """Return whether an unsharded parameter is still stored in its buffer. ``p.data = x`` gives it other memory, as
+        do some writes of backends that do not count all writes."""
         return 0 in self._platform.shape_of(whole) or self.frees(whole)
 
     def hide(self) -> None:

@@ -148,7 +148,7 @@ def written_between(mesh: Any) -> None:
         def built(write: Any = write) -> list[Any]:
             modules = [adapter.load(block_of(SIZES), np.random.default_rng(5)) for _ in range(2)]
             for module in modules:
-                platform.register_forward_pre_hook(module.feed_forward, lambda m, args: write(m))
+                platform.register_forward_pre_hook(module.feed_forward, lambda module, args: write(module))
             return modules
 
         both = built()

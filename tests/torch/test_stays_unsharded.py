@@ -1,4 +1,4 @@
-"""Unsharded parameters that stay for a while under `fully_shard`: inference before training, other memory, attributes."""
+"""Unsharded parameters that stay for a while under `fully_shard`: inference first, and other memory."""
 
 from __future__ import annotations
 
