@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-__all__ = ["Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
+__all__ = ["Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "writes_to"]
 
-_VERSION = attrgetter("_version")
+_WRITES = attrgetter("_version", "_writes")
 
 
 class RecordedCall:
@@ -49,7 +49,7 @@ class Call(RecordedCall):
     def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
         super().__init__()
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
-        self.versions = versions_of(parameters)
+        self.versions = writes_to(parameters)
         self.unsummed: list[Any] = []
         self.freed = False
         self.gives: list[Any] = []
@@ -83,7 +83,7 @@ class Call(RecordedCall):
 
         Otherwise backward would read other values than forward.
         """
-        if versions_of(self.parameters) != self.versions:
+        if writes_to(self.parameters) != self.versions:
             raise RuntimeError(
                 f"{what}: a parameter was changed in place between a forward and its backward: run backward before "
                 "the optimizer's step, or repeat the forward"
@@ -109,15 +109,18 @@ class ModuleGroup:
         """Return whether all modules of the unit have run in this call, or no call is shared."""
         return self._call is None or len(self._ran) == self._count
 
-    def call_of(self, module: Any, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
+    def call_of(self, module: Any, new: Call, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
         """Return the running call that ``module`` joins, and its unsharded parameters; None if a new call starts.
 
         Args:
             module: a module of the unit, which starts to run.
+            new: the call that would start.
             asked: whether gradients of parameters are required.
             again: whether the module is computed again in backward.
         """
         if self._call is None or again or asked is not self._asked or id(module) in self._ran:
+            return None
+        if self._call.versions != new.versions:  # the program wrote to a parameter since the last module
             return None
         self._ran.add(id(module))
         return self._call, self._wholes
@@ -172,6 +175,10 @@ def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     return xs if len(indices) == len(xs) else [xs[i] for i in indices]
 
 
-def versions_of(parameters: Sequence[Any]) -> list[int]:
-    """Return how often each parameter has been written to."""
-    return list(map(_VERSION, parameters))
+def writes_to(shards: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return how often each shard has been written to: the framework's count, and that of the DTensor.
+
+    The DTensor also counts writes to other tensors of its memory, such as ``p.data.mul_()``. New memory counts too, as
+    in ``p.data = x``.
+    """
+    return list(map(_WRITES, shards))

@@ -101,8 +101,8 @@ class Model:
 
     def _begin(self, outermost: UnitParameters) -> None:
         """Start the forward of the outermost unit."""
-        if self._passes:
-            self.abandon()
+        # A unit that was called by itself, before, may have left a prefetch.
+        (self.abandon if self._passes else self.drop_prefetched)()
         self._began, self._ended = [], []
         self._forwards += 1
         for agreement in self._agreements:
@@ -175,7 +175,7 @@ class Model:
     def prefetch(self, units: Sequence[UnitParameters], again: bool = False) -> None:
         """Prefetch the parameters of units. ``again`` is set in backward."""
         for unit in units:
-            if (unit.reopens or not again) and unit.start(again=again):
+            if unit.reopens and unit.start(again=True) if again else unit.start_early():
                 self._prefetched.append(unit)
 
     def drop_prefetched(self) -> None:

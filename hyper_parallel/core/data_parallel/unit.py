@@ -143,7 +143,7 @@ class Unit:
             if recorded:
                 model.check_kind(self.what)
             call = Call(parameters, trained, recorded, within)
-            first, shared = True, unit.group.call_of(module, asked, again)
+            first, shared = True, unit.group.call_of(module, call, asked, again)
             if shared is not None:
                 first, (call, wholes) = False, shared
             else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 __all__ = ["StorageRole"]
@@ -25,6 +26,11 @@ class StorageRole(ABC):
         """Return another tensor with the memory of ``x``, without autograd history. Its ``_version`` counts writes to
         the new tensor, but not writes to ``x``. Called with interception off."""
         return x
+
+    def for_training(self) -> AbstractContextManager:
+        """Return a context manager in which new tensors can take part in training, even if the program runs inference
+        now."""
+        return nullcontext()
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
         """Give ``x``, a new tensor, the writing methods of a parameter, and return it.

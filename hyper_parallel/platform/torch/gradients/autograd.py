@@ -212,6 +212,10 @@ class AutogradVerbs(Platform):
         with no_dispatch():
             return _detach(x)
 
+    def for_training(self) -> Any:
+        """Return a context manager that leaves inference mode, whose tensors autograd refuses later."""
+        return torch.inference_mode(False)
+
     def counted_apart(self, x: Tensor) -> Tensor:
         """Return a tensor with the memory of ``x`` that counts its own writes; see `Platform.counted_apart`."""
         return x.data
