@@ -200,6 +200,38 @@ class Places:
         """Raise ValueError if other code has replaced a tensor from `put`."""
         self.check_there(self._shown)
 
+    def keep_exchanged(self, addresses: Sequence[int], inner: Sequence[Layout | None]) -> bool:
+        """Copy values to parameters whose tensors from `put` have other memory since; return whether there were any.
+
+        A forward gives a tensor other memory by ``p.data = x`` or ``p.set_(x)``. Interception is off.
+
+        Args:
+            addresses: `Platform.addresses` of these tensors after `put`.
+            inner: for each parameter, its tensor-parallel layout, or None.
+
+        Raises:
+            ValueError: if other code has replaced a tensor from `put`, or has changed its shape, dtype or placements.
+        """
+        self.check_shown()
+        platform, now, parameters = self._platform, self._platform.addresses(self._shown), self.parameters()
+        if now == addresses:
+            return False
+        for slot in self._described:
+            x, p = self._shown[slot.index], parameters[slot.index]
+            layout = inner[slot.index] or p._layout
+            other = getattr(x, "_layout", layout) is not layout
+            if other or platform.shape_of(x) != platform.shape_of(p) or x.dtype != p.dtype:
+                raise ValueError(
+                    f"{self._what}: its forward has given the parameter {slot} of shape {tuple(p.shape)} and dtype "
+                    f"{p.dtype} values of another shape, dtype or placement: write values like the old ones"
+                )
+        with platform.no_grad():
+            for x, p, before, after in zip(self._shown, parameters, addresses, now, strict=True):
+                if before != after:
+                    # The framework does not count such a write. The new memory may overlap the old.
+                    platform.write(platform.counted_apart(platform.detach(p)), platform.clone(platform.detach(x)))
+        return True
+
     def take_back(self, before: Any) -> None:
         """Let modules find the tensors that were in place before a `put`."""
         found: Any = self._shards if before[0] is None else before[1]

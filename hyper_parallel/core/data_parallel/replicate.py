@@ -134,7 +134,7 @@ def replicate(
             another rank, a mesh that is not 1-D and a ``bucket_cap_mb`` that is not positive. Also for a parameter
             without values, a parameter that is under `replicate` or `fully_shard` already, and a parameter that is
             tensor parallel on a mesh with another root. When the module is called, before communication, for plain
-            tensors and DTensors at once.
+            tensors and DTensors at once. At the end of a forward that has replaced a parameter.
         RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters.
 

@@ -18,6 +18,11 @@ class StorageRole(ABC):
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
         """Return whether ``y``, which is not empty, shares the storage of ``x``. Called with interception off."""
 
+    def addresses(self, xs: Sequence[Tensor]) -> list[int]:
+        """Return the address of the first element of each tensor, any number if it has no memory. Return nothing in a
+        framework in which programs cannot give a tensor other memory. Called with interception off."""
+        return []
+
     #: Whether ``_version`` of a tensor counts every write to it, including those of optimizers.
     counts_writes: bool = True
 

@@ -225,6 +225,10 @@ class AutogradVerbs(Platform):
         """Return whether ``y`` shares the storage of ``x``."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
+    def addresses(self, xs: Sequence[Tensor]) -> list[int]:
+        """Return the address of the first element of each tensor; see `Platform.addresses`."""
+        return list(map(address_of, xs))
+
     #: Context manager that disables the recording of gradients.
     no_grad: Any = staticmethod(torch.no_grad)
 
