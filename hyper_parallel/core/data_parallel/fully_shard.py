@@ -11,6 +11,8 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import numpy as np
+
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.hooks import refuse_compiling
 from hyper_parallel.core.data_parallel.module_methods import FSDPModule
@@ -25,6 +27,7 @@ from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.plan import Plan
 from hyper_parallel.core.data_parallel.unit import is_unit, make_unit, unit_of
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
+from hyper_parallel.core.dtensor.undistributed import held_tensors
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.nesting import nest
@@ -89,7 +92,8 @@ def fully_shard(
         TypeError: for a module of another framework, and for arguments of other types. On MindSpore also when the
             module is called, if its result is anything but tensors in tuples, lists, dicts and dataclasses.
         ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module that is a unit
-            already, a parameter that belongs to another unit, and a number n that does not divide the number of ranks.
+            already, a parameter that belongs to another unit, a trained parameter that shares memory with another
+            tensor of the module, and a number n that does not divide the number of ranks.
             When the module is called, before communication, if something else has replaced a parameter.
         RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters; for a parameter that was changed between forward and backward.
@@ -131,6 +135,7 @@ def fully_shard(
                 keeps_dtype.append(mp_policy.keeps_dtype(p, what))
             index, layout, _, _ = placed[id(p)]
             slots.append(Slot(path, name, index, layout, root))
+    _check_memory(modules, [p for _, _, p in parameters], platform)
     entries = list(placed.values())
     shapes = [tuple(platform.shape_of(p)) for _, _, p in parameters]
     inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
@@ -324,6 +329,53 @@ def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
             f"same root mesh, got {mesh}. Make one mesh with init_device_mesh, with mesh_dim_names=('dp', 'tp'). Pass "
             "mesh['tp'] to parallelize_module and mesh['dp'] to fully_shard"
         )
+
+
+def _check_memory(modules: Sequence[Any], parameters: Sequence[Any], platform: Any) -> None:
+    """Raise ValueError if a trained parameter shares memory with another tensor of the modules.
+
+    Each shard has its own memory, so that the two tensors would no longer change together.
+
+    Args:
+        modules: the modules of the unit.
+        parameters: the parameters that `fully_shard` is about to shard.
+    """
+    if not platform.needs_values:
+        return
+    ours, found, seen = {id(p) for p in parameters}, [], set()
+    with platform.no_dispatch(), platform.no_grad():
+        for module in modules:
+            for kind, path, x in held_tensors(module, platform):
+                if id(x) in seen or not platform.has_values(x) or 0 in platform.shape_of(x):
+                    continue
+                seen.add(id(x))
+                span = platform.span(platform.detach(x))
+                if span is not None:
+                    of = f"the {kind} {path!r} of {type(module).__name__}"
+                    found.append((span, id(x) in ours, kind == "parameter" and x.requires_grad, of, x))
+        found.sort(key=lambda entry: entry[0])
+        before: list[Any] = []  # tensors whose memory may reach into that of the next one
+        for entry in found:
+            (device, begin, _), is_ours, is_trained, of, x = entry
+            before = [other for other in before if other[0][0] == device and other[0][2] > begin]
+            for _, other_is_ours, other_is_trained, other, y in before:
+                if (is_ours or other_is_ours) and (is_trained or other_is_trained) and _share_elements(x, y, platform):
+                    raise ValueError(
+                        f"fully_shard: {other} and {of} are two tensors that share memory. Sharding would part them: "
+                        "give both modules the same Parameter object, and read the parameter in place of a buffer"
+                    )
+            before.append(entry)
+
+
+def _share_elements(x: Any, y: Any, platform: Any) -> bool:
+    """Return whether two tensors, whose memory overlaps, have the address of an element in common. Columns of one
+    matrix have none."""
+    addresses = []
+    for one in map(platform.detach, (x, y)):
+        steps = zip(platform.shape_of(one), platform.strides(one), strict=True)
+        grids = np.ix_(*[np.arange(n) * stride * one.itemsize for n, stride in steps])
+        addresses.append(platform.span(one)[1] + sum(grids, np.zeros((), np.int64)).reshape(-1))
+    return bool(np.intersect1d(*addresses).size)
 
 
 def _shard_of(local: Any, mesh: DeviceMesh, dim: int | None) -> Any:

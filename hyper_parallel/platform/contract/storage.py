@@ -23,6 +23,11 @@ class StorageRole(ABC):
         framework in which programs cannot give a tensor other memory. Called with interception off."""
         return []
 
+    def span(self, x: Tensor) -> tuple[str, int, int] | None:
+        """Return where a plain tensor with values lies: its device, the address of its first byte, and that behind its
+        last. None if that is unknown. Called with interception off."""
+        return None
+
     #: Whether ``_version`` of a tensor counts every write to it, including those of optimizers.
     counts_writes: bool = True
 

@@ -229,6 +229,11 @@ class AutogradVerbs(Platform):
         """Return the address of the first element of each tensor; see `Platform.addresses`."""
         return list(map(address_of, xs))
 
+    def span(self, x: Tensor) -> tuple[str, int, int]:
+        """Return where the memory of ``x`` begins and ends; see `Platform.span`."""
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
+
     #: Context manager that disables the recording of gradients.
     no_grad: Any = staticmethod(torch.no_grad)
 
