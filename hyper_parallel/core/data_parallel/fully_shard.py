@@ -11,8 +11,6 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
-import numpy as np
-
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.hooks import refuse_compiling
 from hyper_parallel.core.data_parallel.module_methods import FSDPModule
@@ -24,15 +22,15 @@ from hyper_parallel.core.data_parallel.options import (
     fewer_ranks,
 )
 from hyper_parallel.core.data_parallel.places import Slot
-from hyper_parallel.core.data_parallel.plan import Plan
-from hyper_parallel.core.data_parallel.unit import is_unit, make_unit, unit_of
+from hyper_parallel.core.data_parallel.plan import CHECKED, Plan, check_memory, refuse_added
+from hyper_parallel.core.data_parallel.unit import Unit, is_unit, make_unit, unit_of
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
-from hyper_parallel.core.dtensor.undistributed import held_tensors
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.operations.owners import remember_model
 from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
@@ -42,6 +40,8 @@ __all__ = ["buffers_of", "fully_shard", "register_fsdp_forward_method", "share_c
 
 #: parameter -> its name in the unit that it belongs to.
 _OWNED = WeakTable()
+#: The parameters that `fully_shard` has left as they are, as keys.
+_LEFT = WeakTable()
 
 
 def fully_shard(
@@ -94,7 +94,8 @@ def fully_shard(
         ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module that is a unit
             already, a parameter that belongs to another unit, a trained parameter that shares memory with another
             tensor of the module, and a number n that does not divide the number of ranks.
-            When the module is called, before communication, if something else has replaced a parameter.
+            When the module is called, before communication, if something else has replaced a parameter, or a trained
+            parameter was added to the unit.
         RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters; for a parameter that was changed between forward and backward.
 
@@ -122,11 +123,13 @@ def fully_shard(
     placed: dict[int, tuple[int, Layout, Layout | None, int | None]] = {}  # by id: index, layouts, dimension
     parameters: list[tuple[Any, str, Any]] = []
     keeps_dtype: list[bool] = []
+    left: list[tuple[str, str]] = []
     for root, path, holder in _modules_of(modules, platform):
-        if has_its_gradients(holder, mesh, "fully_shard"):
-            continue
+        has_them = has_its_gradients(holder, mesh, "fully_shard")
         for name, p in platform.named_parameters(holder):
-            if id(p) in ignored:
+            if has_them or id(p) in ignored:
+                left.append((path, name))
+                _LEFT.set(p, True)
                 continue
             what = f"fully_shard: parameter {_join(path, name)!r} of {type(modules[root]).__name__}"
             if id(p) not in placed:
@@ -135,13 +138,15 @@ def fully_shard(
                 keeps_dtype.append(mp_policy.keeps_dtype(p, what))
             index, layout, _, _ = placed[id(p)]
             slots.append(Slot(path, name, index, layout, root))
-    _check_memory(modules, [p for _, _, p in parameters], platform)
+    check_memory(modules, [p for _, _, p in parameters], platform)
     entries = list(placed.values())
     shapes = [tuple(platform.shape_of(p)) for _, _, p in parameters]
     inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward > 1
-    plan = Plan(mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype)
+    plan = Plan(
+        mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype, left
+    )
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
             local = plan.stored(_shard_of(platform.detach(p), mesh, dim))
@@ -257,9 +262,25 @@ def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_compiling(platform, what)
-        return unit_of(module).run(module, forward, args, kwargs)
+        unit = unit_of(module)
+        if CHECKS or unit.parameters.settings.checked.get(id(module), 0) < CHECKED:
+            _look_for_added(unit, module)
+        return unit.run(module, forward, args, kwargs)
 
     return run
+
+
+def _look_for_added(unit: Unit, module: Any) -> None:
+    """Raise ValueError if a trained parameter was added to a module of a unit after `fully_shard`."""
+    plan, checked, platform = unit.parameters.plan, unit.parameters.settings.checked, unit.platform
+    new = (
+        (_join(path, name), p)
+        for _, path, holder in _modules_of([module], platform, module)
+        for name, p in platform.named_parameters(holder)
+        if (path, name) not in plan.known and _LEFT.get(p) is None
+    )
+    if refuse_added(new, plan.mesh, unit.what, "fully_shard", "ignored_params"):
+        checked[id(module)] = checked.get(id(module), 0) + 1
 
 
 def _check_options(mp_policy: Any, offload_policy: Any) -> None:
@@ -274,8 +295,8 @@ def _check_options(mp_policy: Any, offload_policy: Any) -> None:
             )
 
 
-def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield ``(root, path, module)`` for each module that belongs to no unit yet.
+def _modules_of(modules: Sequence[Any], platform: Any, called: Any = None) -> Iterator[tuple[int, str, Any]]:
+    """Yield ``(root, path, module)`` for each module that belongs to no unit yet, or to that of the module ``called``.
 
     ``root`` is an index in ``modules``, and ``path`` leads from that module to the yielded one.
     """
@@ -284,7 +305,7 @@ def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, st
         for path, submodule in platform.named_modules(module):
             if path.startswith(inside):
                 continue
-            if is_unit(submodule):
+            if is_unit(submodule) and submodule is not called:
                 inside = (*inside, f"{path}.")
             else:
                 yield root, path, submodule
@@ -329,53 +350,6 @@ def _check_inner(inner: Layout, mesh: DeviceMesh, what: str) -> None:
             f"same root mesh, got {mesh}. Make one mesh with init_device_mesh, with mesh_dim_names=('dp', 'tp'). Pass "
             "mesh['tp'] to parallelize_module and mesh['dp'] to fully_shard"
         )
-
-
-def _check_memory(modules: Sequence[Any], parameters: Sequence[Any], platform: Any) -> None:
-    """Raise ValueError if a trained parameter shares memory with another tensor of the modules.
-
-    Each shard has its own memory, so that the two tensors would no longer change together.
-
-    Args:
-        modules: the modules of the unit.
-        parameters: the parameters that `fully_shard` is about to shard.
-    """
-    if not platform.needs_values:
-        return
-    ours, found, seen = {id(p) for p in parameters}, [], set()
-    with platform.no_dispatch(), platform.no_grad():
-        for module in modules:
-            for kind, path, x in held_tensors(module, platform):
-                if id(x) in seen or not platform.has_values(x) or 0 in platform.shape_of(x):
-                    continue
-                seen.add(id(x))
-                span = platform.span(platform.detach(x))
-                if span is not None:
-                    of = f"the {kind} {path!r} of {type(module).__name__}"
-                    found.append((span, id(x) in ours, kind == "parameter" and x.requires_grad, of, x))
-        found.sort(key=lambda entry: entry[0])
-        before: list[Any] = []  # tensors whose memory may reach into that of the next one
-        for entry in found:
-            (device, begin, _), is_ours, is_trained, of, x = entry
-            before = [other for other in before if other[0][0] == device and other[0][2] > begin]
-            for _, other_is_ours, other_is_trained, other, y in before:
-                if (is_ours or other_is_ours) and (is_trained or other_is_trained) and _share_elements(x, y, platform):
-                    raise ValueError(
-                        f"fully_shard: {other} and {of} are two tensors that share memory. Sharding would part them: "
-                        "give both modules the same Parameter object, and read the parameter in place of a buffer"
-                    )
-            before.append(entry)
-
-
-def _share_elements(x: Any, y: Any, platform: Any) -> bool:
-    """Return whether two tensors, whose memory overlaps, have the address of an element in common. Columns of one
-    matrix have none."""
-    addresses = []
-    for one in map(platform.detach, (x, y)):
-        steps = zip(platform.shape_of(one), platform.strides(one), strict=True)
-        grids = np.ix_(*[np.arange(n) * stride * one.itemsize for n, stride in steps])
-        addresses.append(platform.span(one)[1] + sum(grids, np.zeros((), np.int64)).reshape(-1))
-    return bool(np.intersect1d(*addresses).size)
 
 
 def _shard_of(local: Any, mesh: DeviceMesh, dim: int | None) -> Any:

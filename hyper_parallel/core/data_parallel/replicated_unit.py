@@ -82,6 +82,7 @@ class ReplicatedUnit:
     Attributes:
         module, options, shared: the arguments. Without ``shared``, a new state is created.
         parts: id of a submodule that was called directly -> its unit.
+        checked: number of calls that have looked for parameters that were added later.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class ReplicatedUnit:
         self.platform, self.inner = options.mesh.platform, inner
         self.shared, self._is_part = shared or _Shared(self.mesh), shared is not None
         self.parts: dict[int, ReplicatedUnit] = {}
+        self.checked = 0
         self.what = f"{type(module).__name__} under replicate"
         self._places = Places(self.platform, [module], slots, self.what, "replicate")
         #: The meshes on which tensor-parallel styles have placed parameters.
