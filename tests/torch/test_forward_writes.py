@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hyper_parallel import (
     MixedPrecisionPolicy,
@@ -211,6 +212,41 @@ def corners(mesh: Any) -> None:
     assert m(x).shape == (2, 4)
 
 
+class Recomputed(nn.Module):
+    """A checkpointed part that writes to its parameters, in a unit with another layer."""
+
+    def __init__(self, way: str, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.out, self.reentrant = Writing(way, False), nn.Linear(7, 7), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.part, x, use_reentrant=self.reentrant))
+
+
+@spmd.on_mesh()
+def recomputed(mesh: Any) -> None:
+    """Backward writes a second time where it computes a part again, as on a single device."""
+    for way, reentrant, options in (
+        ("mul_ and add_", True, {}),
+        ("mul_ and add_", False, {}),
+        ("other data", True, {"reshard_after_forward": True}),
+        ("data", False, {}),
+    ):
+        torch.manual_seed(0)
+        single = Recomputed(way, reentrant).double()
+        single.part.codes.requires_grad_(False)
+        model = fully_shard(copy.deepcopy(single), mesh=mesh, **options)
+        for step in range(4):
+            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for m in (single, model):
+                m.zero_grad()
+                m(x.clone().requires_grad_()).square().mean().backward()
+            for (name, p), q in zip(single.named_parameters(), model.parameters(), strict=True):
+                what = (way, reentrant, step, name)
+                assert torch.allclose(q.full_tensor(), p, rtol=1e-9), what
+                assert p.grad is None or torch.allclose(q.grad.full_tensor(), p.grad, rtol=1e-9), what
+
+
 @spmd.on_mesh()
 def corners_of_replicas(mesh: Any) -> None:
     """Other memory in a distributed batch, several calls before a backward, and writes that cannot be kept."""
@@ -246,7 +282,7 @@ def corners_of_replicas(mesh: Any) -> None:
     assert m(x).shape == (4, 4) and torch.equal(m.held.full_tensor(), Counting().held)
 
 
-@pytest.mark.parametrize("job", [corners, corners_of_replicas], ids=lambda job: job.__name__)
+@pytest.mark.parametrize("job", [corners, recomputed, corners_of_replicas], ids=lambda job: job.__name__)
 @on_ranks(1, 2, 3)
 def test_corners_of_writes(pool: Any, world_size: int, job: Any) -> None:
     pool.run(world_size, job)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from operator import attrgetter, getitem, is_, setitem
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.data_parallel.call import versions_of
+from hyper_parallel.core.data_parallel.call import chosen, versions_of
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.observers import CHECKS
 
@@ -201,9 +201,8 @@ class Places:
         self.check_there(self._shown)
 
     def keep_exchanged(self, addresses: Sequence[int], inner: Sequence[Layout | None]) -> bool:
-        """Copy values to parameters whose tensors from `put` have other memory since; return whether there were any.
-
-        A forward gives a tensor other memory by ``p.data = x`` or ``p.set_(x)``. Interception is off.
+        """Copy values to parameters whose tensors from `put` got other memory, by ``p.data = x`` or ``p.set_(x)``.
+        Return whether there were any. Interception is off.
 
         Args:
             addresses: `Platform.addresses` of these tensors after `put`.
@@ -218,8 +217,7 @@ class Places:
             return False
         for slot in self._described:
             x, p = self._shown[slot.index], parameters[slot.index]
-            layout = inner[slot.index] or p._layout
-            other = getattr(x, "_layout", layout) is not layout
+            other = getattr(x, "_layout", None) not in (None, inner[slot.index] or p._layout)
             if other or platform.shape_of(x) != platform.shape_of(p) or x.dtype != p.dtype:
                 raise ValueError(
                     f"{self._what}: its forward has given the parameter {slot} of shape {tuple(p.shape)} and dtype "
@@ -271,6 +269,7 @@ class Writes:
     def __init__(self, plan: Plan, what: str) -> None:
         self._plan, self._platform, self._what = plan, plan.mesh.platform, what
         self._forwards = 0
+        self._again: tuple[Sequence[Any], Sequence[int], dict[int, bytes]] = (), (), {}  # recorded by `begin_again`
         self._uncounted: set[int] = set()  # indices of parameters with uncounted writes
 
     def arrive(
@@ -289,25 +288,62 @@ class Writes:
             parameters: the shards.
             buffers, members: buffers of the unit, and the indices of their parameters.
         """
-        self._forwards += 1
+        again, uncounted = wholes is self._again[0], self._uncounted
+        if again:  # another forward may have left these tensors behind
+            uncounted = {i for i, before in self._again[2].items() if self._bytes(wholes[i]) != before}
+        self._forwards += not again
         counted = counts_of(wholes)
-        looks = (self._forwards <= _FIRST or bool(CHECKS)) and self._platform.needs_values
-        if counted == versions and not looks and not self._uncounted:
+        looks = not again and (self._forwards <= _FIRST or bool(CHECKS)) and self._platform.needs_values
+        if counted == versions and not looks and not uncounted:
             return False
         written = False
         with self._platform.no_grad():
             for buffer, indices in zip(buffers, members, strict=True):
                 for place, i in enumerate(indices):
                     is_counted = counted[i] != versions[i]
-                    if (is_counted or looks or i in self._uncounted) and self._take(
-                        buffer, place, wholes[i], parameters[i]
-                    ):
+                    if (is_counted or looks or i in uncounted) and self._take(buffer, place, wholes[i], parameters[i]):
                         written = True
                         if not is_counted:
                             self._uncounted.add(i)
             if CHECKS and looks:
                 self._compare(wholes)
         return written
+
+    def begin_again(self, wholes: Sequence[Any]) -> None:
+        """Record the unsharded parameters that a backward has put in place, for forwards that it recomputes."""
+        with self._platform.no_dispatch():
+            self._again = wholes, counts_of(wholes), {i: self._bytes(wholes[i]) for i in self._uncounted}
+
+    def arrive_again(self, *of_unit: Any) -> bool:
+        """Do what `arrive` does, with its last arguments, at the end of a backward. Forwards were recomputed there."""
+        with self._platform.no_dispatch():
+            written, self._again = self.arrive(*self._again[:2], *of_unit), ((), (), {})
+        return written
+
+    def follow(
+        self,
+        shown: Sequence[Any],
+        wholes: Sequence[Any],
+        before: Sequence[Any],
+        buffers: Sequence[FlatBuffer],
+        members: Sequence[Sequence[int]],
+    ) -> list[Any]:
+        """Copy values that a forward has written to parameters which stay unsharded until `reshard`. Return the new
+        storage of each buffer: if a backend does not count writes, they may be in other memory than the parameters'.
+
+        Args:
+            shown: the unsharded parameters that modules find between forwards.
+            wholes: those that modules have read.
+            before: the gathered storage of each buffer.
+            buffers, members: as for `arrive`.
+        """
+        with (platform := self._platform).no_grad():
+            found = [platform.detach(whole) for whole in wholes]
+            stored = zip(buffers, members, before, strict=True)
+            new = [buffer.joined(values, chosen(found, indices)) for buffer, indices, values in stored]
+            for x, whole in zip(shown, found, strict=False):
+                platform.write(x, whole)
+        return new
 
     def _take(self, buffer: FlatBuffer, place: int, whole: Any, parameter: Any) -> bool:
         """Write this rank's part of an unsharded parameter to its shard; return False if the shard has these values
@@ -326,12 +362,14 @@ class Writes:
         platform.write(shard, self._plan.stored(part))
         return True
 
+    def _bytes(self, whole: Any) -> bytes:
+        return self._platform.bytes_of(self._platform.clone(self._platform.detach(whole)))
+
     def _compare(self, wholes: Sequence[Any]) -> None:
         """Make ranks compare the unsharded parameters: gathered values, and values that the ranks have written."""
-        platform, mesh = self._platform, self._plan.mesh
-        facts = {}
+        mesh, facts = self._plan.mesh, {}
         for slot in self._plan.slots:
-            values = platform.bytes_of(platform.clone(platform.detach(wholes[slot.index])))
+            values = self._bytes(wholes[slot.index])
             facts[f"the values written to {slot}"] = f"digest {hashlib.sha256(values).hexdigest()[:12]}"
         for mesh_dim in range(mesh.ndim):
             if mesh.shape[mesh_dim] > 1:

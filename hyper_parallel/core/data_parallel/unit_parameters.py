@@ -155,24 +155,7 @@ class UnitParameters:
             if self._whole_at is None or self._values is None or self._platform.counts_writes:
                 return
             if written or counts_of(wholes) != versions:
-                self._follow(wholes, self._values)
-
-    def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Copy values that a forward has written to parameters which stay unsharded until `reshard`.
-
-        If a backend does not count writes, the new values may be in other memory than the parameters'.
-
-        Args:
-            wholes: the unsharded parameters that modules have read.
-            before: the gathered storage of each buffer.
-        """
-        platform = self._platform
-        with platform.no_grad():
-            found = [platform.detach(whole) for whole in wholes]
-            stored = zip(self.buffers, self.members, before, strict=True)
-            self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in stored]
-            for shown, whole in zip(self._shown, found, strict=False):
-                platform.write(shown, whole)
+                self._values = self._writes.follow(self._shown, wholes, self._values, self.buffers, self.members)
 
     def hide(self) -> None:
         """Let modules find the tensors that were in place before `show`."""
@@ -347,6 +330,7 @@ class UnitParameters:
             with self._platform.no_dispatch(), self._platform.with_grad():
                 leaves = self.as_read(list(leaves), self._unsummed, True)
         self.show(leaves, call.parameters)
+        self._writes.begin_again(leaves)
 
     def is_last_awaited(self) -> bool:
         """Record the arrival of the cotangents of one buffer, or of the input. Return whether they were the last."""
@@ -374,6 +358,8 @@ class UnitParameters:
             self._open = max(self._open - 1, 0)
             return []
         self._awaited = -1
+        if self._writes.arrive_again(self.places.parameters(), self.buffers, self.members):
+            self._leaves_of = None  # a leaf may have other memory now
         self.hide()
         found = []
         for b, trained in enumerate(self._leaves.trained if recomputes and self._leaves is not None else ()):
