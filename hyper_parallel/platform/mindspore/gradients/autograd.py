@@ -336,10 +336,6 @@ class AutogradVerbs:
     def same_memory(self, x: Any, y: Any) -> bool:
         return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
 
-    def span(self, x: Any) -> tuple[str, int, int]:
-        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        return "", x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
-
     # Outside a recording nothing is cached, because nothing shows whether the holder was written to since.
     def read_cache(self, holder: Any, key: Any) -> Any:
         cache = holder.__dict__.get("_hp_cache")

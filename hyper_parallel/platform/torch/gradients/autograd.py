@@ -225,15 +225,6 @@ class AutogradVerbs(Platform):
         """Return whether ``y`` shares the storage of ``x``."""
         return x.untyped_storage()._cdata == y.untyped_storage()._cdata
 
-    def addresses(self, xs: Sequence[Tensor]) -> list[int]:
-        """Return the address of the first element of each tensor; see `Platform.addresses`."""
-        return list(map(address_of, xs))
-
-    def span(self, x: Tensor) -> tuple[str, int, int]:
-        """Return where the memory of ``x`` begins and ends; see `Platform.span`."""
-        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        return str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
-
     #: Context manager that disables the recording of gradients.
     no_grad: Any = staticmethod(torch.no_grad)
 
