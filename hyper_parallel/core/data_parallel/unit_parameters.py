@@ -346,6 +346,7 @@ class UnitParameters:
             with self._platform.no_dispatch(), self._platform.with_grad():
                 leaves = self.as_read(list(leaves), self._unsummed, True)
         self.show(leaves, call.parameters)
+        self._writes.begin_again(leaves)
 
     def is_last_awaited(self) -> bool:
         """Record the arrival of the cotangents of one buffer, or of the input. Return whether they were the last."""
@@ -373,6 +374,8 @@ class UnitParameters:
             self._open = max(self._open - 1, 0)
             return []
         self._awaited = -1
+        if self._writes.arrive_again(self.places.parameters(), self.buffers, self.members):
+            self._leaves_of = None  # a leaf may have other memory now
         self.hide()
         found = []
         for b, trained in enumerate(self._leaves.trained if recomputes and self._leaves is not None else ()):

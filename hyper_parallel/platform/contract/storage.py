@@ -19,6 +19,16 @@ class StorageRole(ABC):
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
         """Return whether ``y``, which is not empty, shares the storage of ``x``. Called with interception off."""
 
+    def addresses(self, xs: Sequence[Tensor]) -> list[int]:
+        """Return the address of the first element of each tensor, any number if it has no memory. Return nothing in a
+        framework in which programs cannot give a tensor other memory. Called with interception off."""
+        return []
+
+    def span(self, x: Tensor) -> tuple[str, int, int] | None:
+        """Return where a plain tensor with values lies: its device, the address of its first byte, and that behind its
+        last. None if that is unknown. Called with interception off."""
+        return None
+
     #: Whether ``_version`` of a tensor counts every write to it, including those of optimizers.
     counts_writes: bool = True
 

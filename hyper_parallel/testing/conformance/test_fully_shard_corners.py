@@ -11,7 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, distribute_tensor, fully_shard
+from hyper_parallel import (
+    CommDebugMode,
+    DTensor,
+    MixedPrecisionPolicy,
+    Replicate,
+    distribute_tensor,
+    fully_shard,
+    replicate,
+)
 from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
 from hyper_parallel.core.data_parallel.reduction import Block
@@ -228,7 +236,60 @@ def unused_somewhere(mesh: Any) -> None:
             same(adapter.numpy(got), wanted, f"used by {users}", 1e-4)
 
 
+@spmd.on_mesh()
+def added(mesh: Any) -> None:
+    """Check parameters that are added later: refused where they are trained, at any depth, and right elsewhere."""
+    adapter, platform = get_adapter(), mesh.platform
+    x = np.random.default_rng(1).standard_normal((ROWS, 6)).astype(np.float32)
+
+    def step(module: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = adapter.call(module, x)
+            return adapter.sum(adapter.square(y)), y
+
+        return adapter.model_value_and_grads(module, loss, x)
+
+    def build(apply: Any, *ignored: str) -> Any:
+        block = adapter.load(block_of((6, 7)), np.random.default_rng(3))
+        leaves_out = [getattr(block.attention, name) for name in ignored]
+        if apply is replicate:
+            return replicate(block, mesh, ignored_modules=leaves_out)
+        keeps = [p for m in leaves_out for _, p in platform.named_parameters(m)]
+        fully_shard(block.attention, mesh=mesh, ignored_params=keeps)
+        return fully_shard(block, mesh=mesh)
+
+    single = adapter.load(block_of((6, 7)), np.random.default_rng(3))
+    x = x.reshape(ROWS, 1, 6)
+    wanted, _, grads = step(single)
+    for apply in (fully_shard, replicate):
+        for called in range(3):
+            for holder in ("attention", "feed_forward", ""):
+                model = build(apply)
+                for _ in range(called if holder == "attention" else 0):
+                    step(model)
+                (getattr(model, holder) if holder else model).more = adapter.linear_module(6, 6)
+                if called == 2 and holder == "attention":
+                    step(model)  # it looks for them in two calls
+                    continue
+                says = rf"more\.weight' was added after {apply.__name__}.*add parameters before {apply.__name__}"
+                with pytest.raises(ValueError, match=says):
+                    step(model)
+        with platform.no_grad():
+            y = adapter.call(model, adapter.tensor(x))
+        same(adapter.numpy(y), adapter.numpy(wanted), "without gradients", 1e-4)
+        for name in ("weight", "bias"):
+            adapter.freeze(model, f"more.{name}")
+        y, _, got = step(model)
+        same(adapter.numpy(y), adapter.numpy(wanted), "with frozen ones", 1e-4)
+        for name in ("attention.wq.weight", "feed_forward.w1.weight"):
+            same(adapter.numpy(got[name]), adapter.numpy(grads[name]), name, 1e-4)
+        for twin in (build(apply, "wq"), copy.deepcopy(build(apply, "wq"))):
+            step(twin)
+            assert isinstance(twin.attention.wk.weight, DTensor) and not isinstance(twin.attention.wq.weight, DTensor)
+
+
 JOBS = (
+    added,
     called_with,
     gathered_for_nothing,
     after_a_failure,
