@@ -1,12 +1,17 @@
-"""One call of a unit of data parallelism, and its state that several modules of the unit share."""
+"""One call of a unit of data parallelism, its state that several modules of the unit share, and the backward passes
+that reach calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.model import Model
+    from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+
+__all__ = ["BackwardPass", "Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
 
 _VERSION = attrgetter("_version")
 
@@ -41,14 +46,18 @@ class Call(RecordedCall):
         recorded: whether a backward may follow.
         within: the units whose forwards contain this call.
         unsummed: summands of gradients that tensor-parallel ranks must still add up; set by `DTensor._collect`.
+        one_loss: whether the batch of the call is distributed. Forwards of other batches may run before its backward.
         freed: whether its unsharded parameters were freed when it ended.
         gives: weak references to the autograd contexts of the functions that return the unsharded parameters.
         reached: number of the last backward pass that unsharded the parameters for this call.
     """
 
-    def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
+    def __init__(
+        self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple, one_loss: bool
+    ) -> None:
         super().__init__()
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
+        self.one_loss = one_loss
         self.versions = versions_of(parameters)
         self.unsummed: list[Any] = []
         self.freed = False
@@ -132,6 +141,73 @@ class ModuleGroup:
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call
+
+
+class BackwardPass:
+    """One backward pass over a model, and the units that are unsharded in it.
+
+    Attributes:
+        number: number of the pass among the passes of the model, from 1.
+        one_loss: `Call.one_loss` of the call that was reached last; None before the first one.
+    """
+
+    def __init__(self, model: Model, number: int) -> None:
+        self._model, self.number = model, number
+        self.one_loss: bool | None = None
+        self._open: list[UnitParameters] = []
+        self._held: list[UnitParameters] = []  # unsharded until the pass is over
+        self._kinds: dict[UnitParameters, bool] = {}  # `Call.one_loss` of the calls for which units were unsharded
+
+    def reached(self, unit: UnitParameters, call: Call) -> None:
+        """Unshard ``unit``, because the cotangents of its results have arrived.
+
+        The unit stays open until the pass reaches a unit whose forward did not run inside the forward of ``unit``.
+        """
+        call.reached, self.one_loss = self.number, call.one_loss
+        if unit in self._open or unit in self._held:
+            return
+        for other in reversed(self._open):
+            if other not in call.within:
+                self._open.remove(other)
+                self._close(other)
+        self._open.append(unit)
+        # Free the sent rows of the previous unit, if they are reduced, to make memory for new gradients.
+        if self._model.pending:
+            self._model.pending[-1][0].let_go()
+        self._open_for(unit, call)
+        self._model.prefetch_before(unit, self._open)
+
+    def hold(self, unit: UnitParameters, call: Call) -> None:
+        """Unshard ``unit`` until the pass is over."""
+        call.check_unchanged(unit.what)
+        call.reached, self.one_loss = self.number, call.one_loss
+        if unit not in self._held:
+            self._held.append(unit)
+            self._open_for(unit, call)
+
+    def _open_for(self, unit: UnitParameters, call: Call) -> None:
+        self._kinds[unit] = call.one_loss
+        unit.open(call, call.one_loss)
+
+    def _close(self, unit: UnitParameters) -> None:
+        self._model.close(unit, self._kinds[unit])
+
+    def left(self, unit: UnitParameters) -> None:
+        """End the backward of ``unit``, if the unit was called only once."""
+        if self._open and self._open[-1] is unit and self._model.ran_once(unit):
+            self._close(self._open.pop())
+
+    def close(self) -> None:
+        """End the pass, and the backward of all units that are still open."""
+        for units in (self._open, self._held):
+            while units:
+                self._close(units.pop())
+
+    def abandon(self) -> None:
+        """Discard the state of a failed pass."""
+        for units in (self._open, self._held):
+            while units:
+                units.pop().abandon()
 
 
 class Leaves:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.agreement import Event, agreements_below
 from hyper_parallel.core.data_parallel.batches import summed_over
+from hyper_parallel.core.data_parallel.call import BackwardPass
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-__all__ = ["RUNNING", "BackwardPass", "Model"]
+__all__ = ["RUNNING", "Model"]
 
 #: The model whose forward is running on this thread, followed by its running units, the outermost unit first.
 RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("hyper_parallel_units", default=())
@@ -45,8 +46,8 @@ class Model:
         accumulating: units that may have accumulated gradients, in the order in which they started to. The order is the
             same on all ranks.
         pending: pending reductions, each with a function that waits for it and delivers the gradients.
-        one_loss: whether the batch of this step is distributed. If so, all ranks have one loss, and gradients are
-            summed.
+        one_loss: whether the batch of the running forward is distributed. If so, all ranks have one loss, and gradients
+            are summed. Backward uses `Call.one_loss`.
     """
 
     def __init__(self, outermost: UnitParameters, module: Any) -> None:
@@ -236,6 +237,12 @@ class Model:
         if running is not None:
             running.reached(unit, call)
 
+    def reached_one_loss(self, otherwise: bool) -> bool:
+        """Return whether the batch of the call that backward reached last is distributed; ``otherwise`` if backward
+        has reached no call."""
+        running = self.this_pass()
+        return otherwise if running is None or running.one_loss is None else running.one_loss
+
     def check_reached(self, unit: UnitParameters, call: Call) -> None:
         """Raise RuntimeError if backward has reached freed parameters without passing the results."""
         running = self.this_pass()
@@ -291,19 +298,21 @@ class Model:
         parameters: Sequence[Any],
         indices: Sequence[int],
         cotangents: Sequence[Any],
+        one_loss: bool,
         delay: bool = True,
     ) -> list[Any]:
         """Reduce or accumulate gradients of buffer ``b`` of a unit, with `Gradients.reduce`."""
-        unit.steps.reduce()
         gradients, buffer, members = unit.gradients, unit.buffers[b], unit.members[b]
+        gradients.check_kind(one_loss, unit.what)
+        unit.steps.reduce()
         if not (gradients.reduce_gradients and gradients.all_reduce_gradients):
             self.accumulating[unit] = None
-        return gradients.reduce(buffer, members, parameters, indices, cotangents, self.one_loss, self.pending, delay)
+        return gradients.reduce(buffer, members, parameters, indices, cotangents, one_loss, self.pending, delay)
 
-    def close(self, unit: UnitParameters) -> None:
+    def close(self, unit: UnitParameters, one_loss: bool) -> None:
         """End the backward of a unit, and reduce gradients of recomputed forwards."""
         for b, trained, cotangents in unit.close(self.recomputes):
-            self.reduce(unit, b, unit.places.parameters(), trained, cotangents)
+            self.reduce(unit, b, unit.places.parameters(), trained, cotangents, one_loss)
 
     def reduce_accumulated(self) -> None:
         """Start to reduce accumulated gradients, including those of units that this step does not call."""
@@ -311,7 +320,8 @@ class Model:
             for b, (buffer, members) in enumerate(zip(unit.buffers, unit.members, strict=True)):
                 found = unit.gradients.accumulated(buffer, members)
                 if found:
-                    self.reduce(unit, b, unit.places.parameters(), found, [None] * len(found))
+                    nothing = [None] * len(found)
+                    self.reduce(unit, b, unit.places.parameters(), found, nothing, unit.gradients.one_loss)
             if not unit.gradients.has_accumulated:
                 del self.accumulating[unit]
 
@@ -341,60 +351,3 @@ class Model:
             if ends[at] not in is_open:
                 self.prefetch((ends[at],), True)
                 return
-
-
-class BackwardPass:
-    """One backward pass over a model, and the units that are unsharded in it.
-
-    Attributes:
-        number: number of the pass among the passes of the model, from 1.
-    """
-
-    def __init__(self, model: Model, number: int) -> None:
-        self._model, self.number = model, number
-        self._open: list[UnitParameters] = []
-        self._held: list[UnitParameters] = []  # unsharded until the pass is over
-
-    def reached(self, unit: UnitParameters, call: Call) -> None:
-        """Unshard ``unit``, because the cotangents of its results have arrived.
-
-        The unit stays open until the pass reaches a unit whose forward did not run inside the forward of ``unit``.
-        """
-        call.reached = self.number
-        if unit in self._open or unit in self._held:
-            return
-        for other in reversed(self._open):
-            if other not in call.within:
-                self._open.remove(other)
-                self._model.close(other)
-        self._open.append(unit)
-        # Free the sent rows of the previous unit, if they are reduced, to make memory for new gradients.
-        if self._model.pending:
-            self._model.pending[-1][0].let_go()
-        unit.open(call, self._model.one_loss)
-        self._model.prefetch_before(unit, self._open)
-
-    def hold(self, unit: UnitParameters, call: Call) -> None:
-        """Unshard ``unit`` until the pass is over."""
-        call.check_unchanged(unit.what)
-        call.reached = self.number
-        if unit not in self._held:
-            self._held.append(unit)
-            unit.open(call, self._model.one_loss)
-
-    def left(self, unit: UnitParameters) -> None:
-        """End the backward of ``unit``, if the unit was called only once."""
-        if self._open and self._open[-1] is unit and self._model.ran_once(unit):
-            self._model.close(self._open.pop())
-
-    def close(self) -> None:
-        """End the pass, and the backward of all units that are still open."""
-        for units in (self._open, self._held):
-            while units:
-                self._model.close(units.pop())
-
-    def abandon(self) -> None:
-        """Discard the state of a failed pass."""
-        for units in (self._open, self._held):
-            while units:
-                units.pop().abandon()

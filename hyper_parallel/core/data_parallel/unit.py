@@ -89,7 +89,7 @@ class Unit:
         inputs = [x for x in args if type(x) is plain]
         if kwargs or len(inputs) < len(args):
             inputs = tensors_in((args, kwargs), platform)
-        self._check_batch(inputs, not running and not again)
+        self._check_batch(inputs, not running, again)
         parameters.places.check_recompute()
         if LISTENERS:
             parameters.scope = current_module()
@@ -107,14 +107,18 @@ class Unit:
         finally:
             RUNNING.reset(token)
 
-    def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
-        """Determine in the outermost unit whether the batch is distributed, and check that the other units agree."""
-        model = self.model
+    def _check_batch(self, inputs: Sequence[Any], is_first: bool, again: bool) -> None:
+        """Determine in the first unit that runs whether the batch is distributed, and check that the others agree."""
+        model, has_parameters = self.model, bool(self.parameters.plan.slots)
         distributed = is_distributed(inputs, self.parameters.plan.mesh, self.what)
-        if decides:
+        if not is_first:
+            if has_parameters and distributed is not None and distributed is not model.one_loss:
+                raise mixed_batch(self.what, distributed)
+        elif again and not (has_parameters and distributed is not None):
+            # Backward recomputes a part without inputs that decide. The part belongs to a call that backward reached.
+            model.one_loss = model.reached_one_loss(bool(distributed))
+        else:
             model.one_loss = bool(distributed)
-        elif self.parameters.plan.slots and distributed is not None and distributed is not model.one_loss:
-            raise mixed_batch(self.what, distributed)
 
     def _run(
         self,
@@ -134,7 +138,8 @@ class Unit:
             if within or again or not model.owes_gradients:
                 return output
             # Accumulated gradients wait for the next backward, even if that backward reaches no parameters.
-            return self._results.opening(output, Call([], [], True, within), model.one_loss)
+            call = Call([], [], True, within, model.one_loss)
+            return self._results.opening(output, call, call.one_loss)
         with platform.no_dispatch():
             parameters = unit.shards()
             trained, one = unit.trained(parameters)
@@ -142,7 +147,7 @@ class Unit:
             recorded = asked or any(map(platform.requires_grad, inputs))
             if recorded:
                 model.check_kind(self.what)
-            call = Call(parameters, trained, recorded, within)
+            call = Call(parameters, trained, recorded, within, model.one_loss)
             first, shared = True, unit.group.call_of(module, asked, again)
             if shared is not None:
                 first, (call, wholes) = False, shared
@@ -172,7 +177,7 @@ class Unit:
             del wholes
             if not again and (recorded or any(trained)):
                 model.left(unit, not first)
-            return self._results.opening(output, call, model.one_loss) if recorded else output
+            return self._results.opening(output, call, call.one_loss) if recorded else output
         finally:
             if first and recorded:
                 model.recorded(unit, call)
@@ -200,7 +205,7 @@ class Unit:
         if asked and self.parameters.plan.mesh.size() > 1:
             call.anchors = [found[indices[0]] for indices in call.trained if indices]
         found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
-        return self.parameters.as_read(found, call.unsummed, self.model.one_loss)
+        return self.parameters.as_read(found, call.unsummed, call.one_loss)
 
     # ---------------------------------------------------------------------- hooks of autograd
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
@@ -219,7 +224,7 @@ class Unit:
             given = unit.with_leaves(trained, given)
         model.one_less_awaited(unit)
         delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*chosen(call.parameters, trained))
-        return model.reduce(unit, b, call.parameters, trained, given, delay)
+        return model.reduce(unit, b, call.parameters, trained, given, call.one_loss, delay)
 
     # ---------------------------------------------------------------------- memory
     def memory(self) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, distribute_tensor, fully_shard
+from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, Shard, distribute_tensor, fully_shard
 from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
 from hyper_parallel.core.data_parallel.reduction import Block
@@ -149,6 +149,39 @@ def after_an_error(mesh: Any) -> None:
 
 
 @spmd.on_mesh()
+def other_batches_between(mesh: Any) -> None:
+    """Check a backward after forwards without gradients of the other kind of batch, distributed or plain."""
+    adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
+    x = np.random.default_rng(1).standard_normal((size * ROWS, 2, 6)).astype(np.float32)
+    mine = x[rank * ROWS : (rank + 1) * ROWS]
+
+    def loss_of(y: Any) -> Any:
+        return adapter.sum(adapter.square(y))
+
+    single, sharded = (adapter.load(block_of((6, 7)), np.random.default_rng(5)) for _ in range(2))
+    shard_block(sharded, mesh)
+    _, _, grads = adapter.model_value_and_grads(single, lambda x: (loss_of(adapter.call(single, x)), None), x)
+
+    def distributed(x: Any) -> Any:
+        y = adapter.call(sharded, distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None))
+        with platform.no_grad():
+            adapter.call(sharded, adapter.tensor(mine))
+            adapter.call(sharded.feed_forward, adapter.tensor(mine))
+        return loss_of(y).redistribute(placements=[Replicate()]), None
+
+    def plain(x: Any) -> Any:
+        y = adapter.call(sharded, x)
+        with platform.no_grad():
+            adapter.call(sharded, distribute_tensor(x, mesh, [Replicate()], src_data_rank=None))
+        return loss_of(y), None
+
+    for function, batch, factor in ((distributed, x, 1), (plain, mine, size)):
+        _, _, got = adapter.model_value_and_grads(sharded, function, batch)
+        for name, g in grads.items():
+            same(adapter.numpy(got[name]) * factor, adapter.numpy(g), f"{function.__name__}: gradient of {name}", 3e-4)
+
+
+@spmd.on_mesh()
 def other_dtype_of_gradients(mesh: Any) -> None:
     """Check gradients that are reduced in half precision and stored in the dtype of the parameters."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
@@ -233,6 +266,7 @@ JOBS = (
     gathered_for_nothing,
     after_a_failure,
     after_an_error,
+    other_batches_between,
     other_dtype_of_gradients,
     rarely_called,
     unused_somewhere,
