@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
+
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.model import Model
     from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
@@ -63,6 +65,11 @@ class Call(RecordedCall):
         self.freed = False
         self.gives: list[Any] = []
         self.reached = 0
+
+    def runs_in_order(self, platform: Platform) -> bool:
+        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
+        all_trained = sum(map(len, self.trained)) == len(self.parameters)
+        return all_trained and (platform.fast or NOTHING_FASTER).backward_in_order
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
         """Return whether a backward pass reaches the parameters, but bypasses the results.

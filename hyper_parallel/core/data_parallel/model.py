@@ -73,6 +73,8 @@ class Model:
         self.platform.before_backward(self._begins)
         #: Running backward passes by the platform's keys. A later pass runs nested in the earlier ones.
         self._passes: dict[Any, BackwardPass] = {}
+        self._failed = False  # whether collectives of a failed backward may be pending
+        self._kept = 0  # number of pending reductions of earlier backwards
         self._position = 0  # position in `_ends` that the backward passes have reached
         self._paths, self._agreements = agreements_below(module, self.platform)
         announce("fully_shard", module, outermost.plan.mesh)
@@ -88,6 +90,7 @@ class Model:
             again: whether backward recomputes the forward.
         """
         outermost = not again and self.outermost() is unit
+        self.settle()
         if outermost:
             self._begin(unit)
         beside = self.meshes_beside(module) if outermost and self.one_loss else ()
@@ -102,23 +105,29 @@ class Model:
 
     def _begin(self, outermost: UnitParameters) -> None:
         """Start the forward of the outermost unit."""
-        if self._passes:
-            self.abandon()
         self._began, self._ended = [], []
         self._forwards += 1
         for agreement in self._agreements:
             agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
     def abandon(self) -> None:
-        """Discard the state of a failed backward, and the gradients that it has not delivered yet."""
+        """Discard pending collectives, and all gradients that were not delivered yet."""
         self.abandoned += 1
-        for left in self._passes.values():
-            left.abandon()
-        self._passes.clear()
-        self.drop_prefetched()
-        pending, self.pending = self.pending, []
-        for reduction, _ in pending:
-            reduction.row()
+        self._failed, self._kept = True, 0
+        self.settle()
+
+    def settle(self) -> None:
+        """Discard pending collectives of a failed backward. They are waited for at the next use of the model, because
+        other ranks may have failed too, and the program shall get its error before the time-out."""
+        if not self._failed:
+            return
+        self._failed = False
+        left, self.pending = self.pending[self._kept :], self.pending[: self._kept]
+        try:
+            self.drop_prefetched()
+        finally:
+            for reduction, _ in left:
+                reduction.row()
 
     def _end(self, complete: bool) -> None:
         """End the forward of the outermost unit. With ``complete`` it has succeeded, otherwise it has failed."""
@@ -181,9 +190,9 @@ class Model:
 
     def drop_prefetched(self) -> None:
         """Discard pending prefetches that were not used."""
-        for unit in self._prefetched:
+        prefetched, self._prefetched = self._prefetched, []
+        for unit in prefetched:
             unit.drop()
-        self._prefetched = []
 
     def check_kind(self, what: str) -> None:
         """Raise ValueError if gradients of the other kind of batch (distributed or plain) are accumulated. The check of
@@ -264,23 +273,29 @@ class Model:
         if found is None:
             self._count += 1
             if not self._passes:
-                self._position = len(self._ends)
+                self.settle()
+                self._kept, self._position = len(self.pending), len(self._ends)
             found = self._passes[key] = BackwardPass(self, self._count)
-            self.platform.after_backward(lambda: self._is_over(key))
+            self.platform.after_backward(lambda: self._is_over(key), lambda: self._fails(key))
         return found
 
-    def _is_over(self, key: Any) -> None:
-        ended = self._passes.pop(key, None)
+    def _fails(self, key: Any) -> None:
+        """Close the units of a failed pass at once, so that modules find shards again."""
+        failed = self._passes.pop(key, None)
         if not self._passes:
-            self._forwards = 0
-        if ended is None:
-            return
+            self._forwards, self._failed = 0, True
+        if failed is not None:
+            failed.abandon()
+
+    def _is_over(self, key: Any) -> None:
         with self.platform.no_grad(), self.platform.no_dispatch():
-            ended.close()
+            self._passes[key].close()
+            del self._passes[key]
             if self._passes:
                 # This pass ran nested in another one, as in reentrant checkpointing, and the outer pass is not over.
                 # The outer pass needs the prefetched units, and may reach units with accumulated gradients.
                 return
+            self._forwards = 0
             self.drop_prefetched()
             outermost = self.outermost()
             if outermost is not None and outermost.settings.finalized_by_hand:
@@ -316,6 +331,7 @@ class Model:
 
     def reduce_accumulated(self) -> None:
         """Start to reduce accumulated gradients, including those of units that this step does not call."""
+        self.settle()
         for unit in list(self.accumulating) if self.owes_gradients else ():
             for b, (buffer, members) in enumerate(zip(unit.buffers, unit.members, strict=True)):
                 found = unit.gradients.accumulated(buffer, members)

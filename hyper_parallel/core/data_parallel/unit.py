@@ -165,7 +165,7 @@ class Unit:
         try:
             unit.show(wholes, parameters)
             if recorded and unit.is_freed:
-                tells = asked and first and not again and not unit.runs_in_order(call)
+                tells = asked and first and not again and not call.runs_in_order(platform)
                 args, kwargs = self._inputs.arguments(args, kwargs, inputs, call, tells)
             try:
                 if first and not again:
@@ -225,6 +225,13 @@ class Unit:
         model.one_less_awaited(unit)
         delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*chosen(call.parameters, trained))
         return model.reduce(unit, b, call.parameters, trained, given, call.one_loss, delay)
+
+    # ---------------------------------------------------------------------- between steps
+    def outside(self) -> None:
+        """Prepare for a gather that the program starts by hand, outside of a forward."""
+        self.parameters.steps.outside()
+        if self.model is not None:
+            self.model.settle()
 
     # ---------------------------------------------------------------------- memory
     def memory(self) -> list[Any]:

@@ -81,8 +81,10 @@ class AutogradVerbs(Platform):
     #: Context manager that enables the recording of gradients.
     with_grad: Any = staticmethod(torch.enable_grad)
 
-    #: Function that registers a callback for the end of the running backward pass; see `Platform.after_backward`.
-    after_backward: Any = staticmethod(queue_callback)
+    def after_backward(self, callback: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
+        """Register callbacks for the end of the running backward pass; see `Platform.after_backward`."""
+        queue_callback(callback)
+        _FAILED.setdefault(graph_task(), []).append(failed)
 
     tells_beginning = True
 
@@ -274,6 +276,8 @@ class AutogradVerbs(Platform):
 
 #: Callbacks for the start of a backward pass.
 _WATCHERS: list[weakref.WeakMethod] = []
+#: Callbacks for the failure of the running passes, by `graph_task`.
+_FAILED: dict[int, list[Callable[[], None]]] = {}
 #: The running passes, by `graph_task`, that accumulate into the gradient of each leaf they reach: ``backward`` without
 #: ``inputs``.
 ADDING: set[int] = set()
@@ -320,8 +324,11 @@ def telling_engine(run: Callable) -> Callable:
                 elif root.requires_grad:
                     roots.append(root.grad_fn)
                     handles.append(root.register_hook(begin))
+        complete = False
         try:
-            return run(t_outputs, *args, **kwargs)
+            result = run(t_outputs, *args, **kwargs)
+            complete = True
+            return result
         except Exception as error:
             _tell_of_failure(error, t_outputs)
             raise
@@ -329,6 +336,9 @@ def telling_engine(run: Callable) -> Callable:
             ADDING.difference_update(told)
             for handle in handles:
                 handle.remove()
+            for callback in [x for task in told for x in _FAILED.pop(task, ())]:
+                if not complete:
+                    callback()
 
     return telling
 
