@@ -110,6 +110,14 @@ class Model:
         for agreement in self._agreements:
             agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
+    def take_over(self, before: Model) -> None:
+        """Take over accumulated gradients, pending reductions and recorded calls of a model whose outermost unit is
+        below this one."""
+        before.settle()
+        self.accumulating.update(before.accumulating)
+        self.pending += before.pending
+        self._calls += before._calls
+
     def abandon(self) -> None:
         """Discard pending collectives, and all gradients that were not delivered yet."""
         self.abandoned += 1

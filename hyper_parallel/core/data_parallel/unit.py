@@ -80,7 +80,7 @@ class Unit:
                     f"{self.what}: set_manual_backward_finalization must be called on the outermost module"
                 )
         elif self.model is None:
-            self.model = Model(parameters, module)
+            self._make_model(module)
         model = self.model
         policy = parameters.plan.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -106,6 +106,16 @@ class Unit:
             return output if policy.output_dtype is None else cast(output, policy.output_dtype, platform)
         finally:
             RUNNING.reset(token)
+
+    def _make_model(self, module: Any) -> None:
+        """Create the model of the units below ``module``, also of those that this forward does not call, or that were
+        called alone before."""
+        self.model = model = Model(self.parameters, module)
+        for below in [m for _, m in self.platform.named_modules(module) if is_unit(m)]:
+            unit = unit_of(below)
+            before, unit.model = unit.model, model
+            if before is not None and before is not model and before.outermost() is unit.parameters:
+                model.take_over(before)
 
     def _check_batch(self, inputs: Sequence[Any], is_first: bool, again: bool) -> None:
         """Determine in the first unit that runs whether the batch is distributed, and check that the others agree."""
