@@ -1,5 +1,4 @@
-"""One call of a unit of data parallelism, its state that several modules of the unit share, and the backward passes
-that reach calls."""
+"""One call of a unit of data parallelism, and the backward passes that reach calls."""
 
 from __future__ import annotations
 
@@ -27,12 +26,15 @@ class RecordedCall:
         returns: weak references to the autograd contexts of the functions that return the call's results.
         again: whether one of the call's backwards was recorded. Another backward may then need the unsharded parameters
             before it reaches the results.
+        marks: weak references to the autograd contexts of functions that cotangents have passed. They passed them where
+            they entered recorded backwards of the call.
     """
 
     def __init__(self) -> None:
         self.anchors: Sequence[Any] = ()
         self.returns: list[Any] = []
         self.again = False
+        self.marks: list[Any] = []
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
         """Return `anchors` for results of ``dtype``. They are converted if that costs nothing."""
@@ -51,6 +53,7 @@ class Call(RecordedCall):
         one_loss: whether the batch of the call is distributed. Forwards of other batches may run before its backward.
         freed: whether its unsharded parameters were freed when it ended.
         gives: weak references to the autograd contexts of the functions that return the unsharded parameters.
+        origins: `Platform.origin_of` the inputs, on a platform that reports when backward begins.
         reached: number of the last backward pass that unsharded the parameters for this call.
     """
 
@@ -64,6 +67,7 @@ class Call(RecordedCall):
         self.unsummed: list[Any] = []
         self.freed = False
         self.gives: list[Any] = []
+        self.origins: Sequence[Any] = ()
         self.reached = 0
 
     def runs_in_order(self, platform: Platform) -> bool:
@@ -72,13 +76,20 @@ class Call(RecordedCall):
         return all_trained and (platform.fast or NOTHING_FASTER).backward_in_order
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
-        """Return whether a backward pass reaches the parameters, but bypasses the results.
+        """Return whether a backward pass reads the parameters, but bypasses the results, or may reach them later.
+
+        The pass alone decides. One rank alone may keep the graph of the call, so its lifetime must not matter. After a
+        recorded backward there are more ways in and out. The pass may come from cotangents of the recorded backward, or
+        go to inputs alone.
 
         Args:
             runs: returns whether the pass runs the function of an autograd context; see `Platform.before_backward`.
         """
         # A usual backward reaches the results, and the first check alone decides.
-        return not _any(self.returns, runs) and _any(self.gives, runs)
+        comes, goes = _any(self.returns, runs), _any(self.gives, runs)
+        if self.again:
+            return comes or goes or _any(self.marks, runs) or any(map(runs, self.origins))
+        return not comes and goes
 
     def check_whole(self, what: str) -> None:
         """Raise RuntimeError if unsharded parameters were freed or written to, in a backward that bypassed the results.

@@ -125,8 +125,11 @@ class Model:
         self.settle()
 
     def settle(self) -> None:
-        """Discard pending collectives of a failed backward. They are waited for at the next use of the model, because
-        other ranks may have failed too, and the program shall get its error before the time-out."""
+        """Discard pending collectives of a failed backward, at the next use of the model.
+
+        Other ranks may have failed too. The failed backward itself does not wait for them: the program shall get its
+        error before the time-out.
+        """
         if not self._failed:
             return
         self._failed = False
@@ -231,7 +234,7 @@ class Model:
         self._nests = bool(self._passes)
         for unit, ref in self._calls:
             call = ref()
-            if call is not None and (call.again or call.comes_around(runs)):
+            if call is not None and call.comes_around(runs):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)

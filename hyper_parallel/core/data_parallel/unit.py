@@ -108,8 +108,8 @@ class Unit:
             RUNNING.reset(token)
 
     def _make_model(self, module: Any) -> None:
-        """Create the model of the units below ``module``, also of those that this forward does not call, or that were
-        called alone before."""
+        """Create the model of all units below ``module``. Some may have been called alone before. Others may not run in
+        this forward."""
         self.model = model = Model(self.parameters, module)
         for below in [m for _, m in self.platform.named_modules(module) if is_unit(m)]:
             unit = unit_of(below)
@@ -158,6 +158,8 @@ class Unit:
             if recorded:
                 model.check_kind(self.what)
             call = Call(parameters, trained, recorded, within, model.one_loss)
+            if recorded and platform.tells_beginning:
+                call.origins = [platform.origin_of(x) for x in inputs if platform.requires_grad(x)]
             first, shared = True, unit.group.call_of(module, asked, again)
             if shared is not None:
                 first, (call, wholes) = False, shared
