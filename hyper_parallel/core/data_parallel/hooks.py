@@ -138,6 +138,9 @@ class Results:
         self._mesh, self._platform, self._what, self._applied = mesh, mesh.platform, what, applied
         self._reached, self._freed = reached, freed
         self._identity = self._platform.joint_function(named("DataParallelOutput", self._forward), self._backward)
+        self._mark = self._platform.joint_function(
+            named("DataParallelAgain", self._mark_forward), lambda ctx, *cotangents: cotangents
+        )
 
     def opening(self, output: Any, call: RecordedCall, one_loss: bool) -> Any:
         """Return ``output`` such that its cotangents unshard the parameters before backward enters the module.
@@ -211,11 +214,20 @@ class Results:
         ctx.call.returns.append(weakref.ref(ctx))
         return xs[ctx.anchors :]
 
+    def _mark_forward(self, ctx: Any, call: RecordedCall, *cotangents: Any) -> Sequence[Any]:
+        ctx.call = call
+        call.marks.append(weakref.ref(ctx))
+        return cotangents
+
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         recorded = self._platform.backward_is_recorded()
         if recorded and not self._platform.tells_beginning:
             refuse_second_order(self._platform, self._applied)
-        ctx.call.again = ctx.call.again or recorded
+        if recorded:
+            ctx.call.again = True
+            present = [g for g in cotangents if g is not None]
+            marked = iter(self._mark(ctx.call, *present))
+            cotangents = tuple(None if g is None else next(marked) for g in cotangents)
         self._reached(ctx.call)
         return [*[None] * ctx.anchors, *cotangents]
 

@@ -81,7 +81,7 @@ class FSDPModule:
         """
         unit = unit_of(self)
         if not RUNNING.get():
-            unit.parameters.steps.outside()
+            unit.outside()
         unit.parameters.start_early()
         handle = UnshardHandle(unit)
         if async_op:

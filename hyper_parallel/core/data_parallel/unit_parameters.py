@@ -21,7 +21,6 @@ from hyper_parallel.core.data_parallel.places import Places, Writes
 from hyper_parallel.core.data_parallel.reduction import CustomCollectives
 from hyper_parallel.core.data_parallel.unit_facts import Settings, UnitFacts
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["UnitParameters"]
 
@@ -321,22 +320,17 @@ class UnitParameters:
         """Return whether backward unshards the parameters."""
         return self.is_freed and bool(self.facts.slots) and self.settings.whole_in_backward
 
-    def runs_in_order(self, call: Call) -> bool:
-        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
-        all_trained = sum(map(len, call.trained)) == len(call.parameters)
-        return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
-
     def open(self, call: Call, one_loss: bool) -> None:
         """Start the backward: gather the parameters, for saved tensors and for recomputed forwards."""
         if not self.reopens:
             return
-        self._open += 1
-        if self._open > 1:
+        if self._open:
+            self._open += 1
             return
         if self._values is None:
             self.start(again=True)
             self.gather(True)
-        self._awaited = sum(map(bool, call.trained)) + (not self.runs_in_order(call))
+        self._awaited = sum(map(bool, call.trained)) + (not call.runs_in_order(self._platform))
         if self._leaves is None or self._leaves_of is not self.buffers or self._leaves.trained != call.trained:
             found = self._views([buffer.whole for buffer in self.buffers])
             self._leaves = Leaves(self.as_read(found, self._unsummed, False), call.trained)
@@ -347,6 +341,7 @@ class UnitParameters:
                 leaves = self.as_read(list(leaves), self._unsummed, True)
         self.show(leaves, call.parameters)
         self._writes.begin_again(leaves)
+        self._open = 1
 
     def is_last_awaited(self) -> bool:
         """Record the arrival of the cotangents of one buffer, or of the input. Return whether they were the last."""
@@ -392,8 +387,10 @@ class UnitParameters:
         return found
 
     def abandon(self) -> None:
-        """Discard the state of a failed backward."""
-        if self._open:
+        """Discard the state of a failed backward. One that it was nested in goes on."""
+        if self._open > 1:
+            self._open -= 1
+        elif self._open:
             self._open = 0
             self.hide()
             self._unsummed.clear()
