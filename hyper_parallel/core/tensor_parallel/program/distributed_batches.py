@@ -10,7 +10,7 @@ The cotangent of a sharded tensor is sharded in the same way. The gradients of p
 dimension. So modules with parameters take distributed batches only under data parallelism, which sums their gradients.
 Data parallelism reports this in `SUMMED_OVER`.
 
-The plain tensors here go from a style to the library and back, so no plain code is judged by them.
+The library itself makes and takes the plain tensors here, so the check of plain code does not judge them.
 """
 
 from __future__ import annotations
