@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from hyper_parallel.checkpoint import CheckpointError, disk, jobs, latest, load, plan, ranks
+from hyper_parallel.checkpoint import CheckpointError, assignment, disk, jobs, latest, load, ranks
 from hyper_parallel.checkpoint.directories import set_run
 from hyper_parallel.checkpoint.ranks import Alone, ThroughFiles
 from hyper_parallel.platform import get_platform
@@ -51,7 +51,7 @@ class Asked:
 
 def save_as(rank: int, path: Path, step: int, talk: Path, lost: Path, exchange: bool) -> None:
     """The work of rank ``rank`` in a save; an asynchronous one where ``exchange``."""
-    ranks._PATIENCE, plan.SHARED_FROM = 20.0, 16
+    ranks._PATIENCE, assignment.SHARED_FROM = 20.0, 16
     set_run(path.parent, RUN)
     asked = Asked(rank, talk)
     threading.Thread(target=give_up, args=(asked.through, lost), daemon=True).start()
