@@ -14,6 +14,7 @@ from hyper_parallel.experimental import context_parallel
 from hyper_parallel.mindspore import scaled_dot_product_attention, value_and_grad
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.comparisons import same
+from hyper_parallel.testing.conformance.test_long_sequences import causal_with_mask
 
 FEATURES, LENGTH = 12, 8
 
@@ -71,3 +72,8 @@ def recomputed(mesh: Any) -> None:
 
 def test_recomputation(pool: Any) -> None:
     pool.run(2, recomputed)
+
+
+def test_a_query_whose_keys_are_all_masked(pool: Any) -> None:
+    """Zeros, as from torch's kernel, on one device and on shards."""
+    pool.run(3, causal_with_mask, 7, True)

@@ -112,7 +112,9 @@ def attention(q: Array, k: Array, v: Array, mask: Array | None = None, causal: b
     if causal:
         ahead = np.triu(np.ones(scores.shape[-2:], bool), 1)
         scores = o.where(Array(np.broadcast_to(ahead, scores.shape)), -math.inf, scores)
-    if mask is not None:
+    if mask is not None and mask.dtype == bool:  # true for visible keys
+        scores = o.where(Array(np.broadcast_to(~mask.value, scores.shape)), -math.inf, scores)
+    elif mask is not None:
         scores = o.add(scores, mask)
     return o.matmul(softmax(scores, -1), v)
 

@@ -352,7 +352,7 @@ class Adapter(Protocol):
     def scaled_attention(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Scaled dot-product attention as one operation; ``mask`` is added to the scores."""
+        """Scaled dot-product attention as one operation; ``mask`` is added to the scores, or true for visible keys."""
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Dropout as in training."""

@@ -353,10 +353,10 @@ MASKS = [
 
 
 @spmd.on_mesh()
-def causal_with_mask(mesh: Any, length: int) -> None:
+def causal_with_mask(mesh: Any, length: int, hides_all: bool = False) -> None:
     """Check a mask together with the causal one. Torch refuses both, so the library does so there too.
 
-    The first key is hidden from all queries, and the first query sees no other key.
+    With ``hides_all``, the mask hides the first key, so the first query sees no key.
     """
     adapter, rng = get_adapter(), np.random.default_rng(0)
     arrays = [rng.standard_normal((2, heads, length, 3)) for heads in (4, 2, 2)]
@@ -365,7 +365,7 @@ def causal_with_mask(mesh: Any, length: int) -> None:
     for shape, boolean in MASKS:
         sizes = [length if n < 0 else n for n in shape]
         mask = rng.random(sizes) < 0.7 if boolean else rng.standard_normal(sizes)
-        mask[..., 0] = False if boolean else -np.inf
+        mask[..., 0] = not hides_all if boolean else -np.inf if hides_all else 0.0
 
         def single(*xs: Any) -> Any:
             y = adapter.scaled_attention(*xs, is_causal=True)
