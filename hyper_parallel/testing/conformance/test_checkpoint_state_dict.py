@@ -202,7 +202,7 @@ def saved_under_torchs_names(mesh: Any, directory: str) -> None:
             "save(no_dist=True) is not supported: pass False",
         ),
         (lambda: dcp.save({}, checkpoint_id=path, process_group=3), "process_group is a int: pass a DeviceMesh"),
-        (lambda: dcp.async_save({}, checkpoint_id=path, async_checkpointer_type="process"), "'thread' alone"),
+        (lambda: dcp.async_save({}, checkpoint_id=path, async_checkpointer_type="process"), "pass 'thread'"),
     ):
         with fails(ValueError, words):
             call()

@@ -196,7 +196,7 @@ def loss_of_classes(x: Tensor, target: Tensor, weight: Tensor | None, classes: F
     probabilities, samples = target.is_floating_point(), (*x.shape[:dim], *x.shape[dim + 1 :])
     if tuple(target.shape) != (tuple(x.shape) if probabilities else samples):
         return None
-    if weight is not None and (tuple(weight.shape) != (classes.total,) or (weight.requires_grad and not probabilities)):
+    if weight is not None and (tuple(weight.shape) != (classes.total,) or weight.requires_grad):
         return None
     z = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
     if probabilities:
