@@ -17,7 +17,7 @@ from hyper_parallel.core.data_parallel.batches import whole_for_all
 from hyper_parallel.core.data_parallel.call import Call, Leaves, ModuleGroup, chosen, writes_to
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import Gradients, leave_unsummed, with_summed
-from hyper_parallel.core.data_parallel.places import Places, Writes
+from hyper_parallel.core.data_parallel.places import Places, Writes, counts_of
 from hyper_parallel.core.data_parallel.reduction import CustomCollectives
 from hyper_parallel.core.data_parallel.unit_facts import Settings, UnitFacts
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -150,19 +150,20 @@ class UnitParameters:
         """
         self.places.check_shown()
         with self._platform.no_dispatch():
-            if self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members):
+            written = self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members)
+            if written:
                 call.versions = writes_to(call.parameters)
-                if self._whole_at is not None:
-                    self._whole_at = call.versions
+                self._whole_at = self._whole_at and call.versions
             stays = self._whole_at is not None or not self.settings.reshard_after_backward
-            if stays and self._values is not None and not all(map(self._in_storage, wholes)):
+            if stays and self._values is not None and self._left_storage(wholes, written, versions):
                 self._is_stale, self._whole_at = True, None
                 self.take_over()
 
-    def _in_storage(self, whole: Any) -> bool:
-        """Return whether an unsharded parameter is still stored in its buffer. ``p.data = x`` gives it other memory, as
-        do some writes of backends that do not count all writes."""
-        return 0 in self._platform.shape_of(whole) or self.frees(whole)
+    def _left_storage(self, wholes: Sequence[Any], written: bool, versions: Sequence[int]) -> bool:
+        """Return whether a forward has written values outside of the storage of the unsharded parameters."""
+        if not self._platform.counts_writes:
+            return written or counts_of(wholes) != versions
+        return not all(0 in self._platform.shape_of(whole) or self.frees(whole) for whole in wholes)
 
     def hide(self) -> None:
         """Let modules find the tensors that were in place before `show`."""
