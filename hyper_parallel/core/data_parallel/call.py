@@ -53,7 +53,6 @@ class Call(RecordedCall):
         one_loss: whether the batch of the call is distributed. Forwards of other batches may run before its backward.
         freed: whether its unsharded parameters were freed when it ended.
         gives: weak references to the autograd contexts of the functions that return the unsharded parameters.
-        origins: `Platform.origin_of` the inputs, on a platform that reports when backward begins.
         reached: number of the last backward pass that unsharded the parameters for this call.
     """
 
@@ -67,7 +66,6 @@ class Call(RecordedCall):
         self.unsummed: list[Any] = []
         self.freed = False
         self.gives: list[Any] = []
-        self.origins: Sequence[Any] = ()
         self.reached = 0
 
     def runs_in_order(self, platform: Platform) -> bool:
@@ -78,9 +76,9 @@ class Call(RecordedCall):
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
         """Return whether a backward pass reads the parameters, but bypasses the results, or may reach them later.
 
-        The pass alone decides. One rank alone may keep the graph of the call, so its lifetime must not matter. After a
-        recorded backward there are more ways in and out. The pass may come from cotangents of the recorded backward, or
-        go to inputs alone.
+        After a recorded backward there are more ways in and out. The pass may come from cotangents of the recorded
+        backward. It may also go to inputs alone, which nothing tells. So each pass counts while the parameters are
+        unchanged: once they were written to, the graph of the call is of no more use.
 
         Args:
             runs: returns whether the pass runs the function of an autograd context; see `Platform.before_backward`.
@@ -88,7 +86,7 @@ class Call(RecordedCall):
         # A usual backward reaches the results, and the first check alone decides.
         comes, goes = _any(self.returns, runs), _any(self.gives, runs)
         if self.again:
-            return comes or goes or _any(self.marks, runs) or any(map(runs, self.origins))
+            return comes or goes or _any(self.marks, runs) or writes_to(self.parameters) == self.versions
         return not comes and goes
 
     def check_whole(self, what: str) -> None:

@@ -236,7 +236,7 @@ class Model:
         self._nests = bool(self._passes)
         for unit, ref in self._calls:
             call = ref()
-            if call is not None and call.comes_around(runs):
+            if call is not None and not unit.places.lost_modules and call.comes_around(runs):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)

@@ -158,8 +158,6 @@ class Unit:
             if recorded:
                 model.check_kind(self.what)
             call = Call(parameters, trained, recorded, within, model.one_loss)
-            if recorded and platform.tells_beginning:
-                call.origins = [platform.origin_of(x) for x in inputs if platform.requires_grad(x)]
             first, shared = True, unit.group.call_of(module, call, asked, again)
             if shared is not None:
                 first, (call, wholes) = False, shared

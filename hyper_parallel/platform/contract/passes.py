@@ -46,15 +46,10 @@ class PassRole:
 
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
         """Call the bound method ``callback(runs)`` at the start of each backward pass, while its object lives.
-        ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`, or this
-        result of `origin_of`. Data parallelism uses it to prefetch parameters. A backend that cannot know never calls
-        it; core then rejects features that need it."""
+        ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`. Data
+        parallelism uses it to prefetch parameters. A backend that cannot know never calls it; core then rejects
+        features that need it."""
         return
-
-    def origin_of(self, x: Tensor) -> Any:
-        """Return the place in the recorded graph from which ``x`` comes, without keeping the graph's results alive.
-        Called only if `tells_beginning`, with interception off, for a tensor that requires a gradient."""
-        raise TypeError(f"{type(self).__name__} does not report when backward begins")
 
     #: Whether backward accumulates gradients in `TensorMembers.grad`, which can be set then. Otherwise a framework
     #: returns gradients.

@@ -92,10 +92,6 @@ class AutogradVerbs(Platform):
         """Register a callback for the start of each backward pass; see `Platform.before_backward`."""
         _WATCHERS.append(weakref.WeakMethod(callback))
 
-    def origin_of(self, x: Tensor) -> Any:
-        """Return the autograd node of ``x``; see `Platform.origin_of`."""
-        return _view_as(x, x).grad_fn.next_functions[0][0] if x.grad_fn is None else x.grad_fn
-
     def autograd_function(
         self, forward: Callable[..., Tensor], backward: Callable[..., Tensor]
     ) -> Callable[..., Tensor]:
