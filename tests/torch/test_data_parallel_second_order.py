@@ -105,7 +105,7 @@ def kept_graphs(mesh: Any) -> None:
     fully_shard(sharded[0], mesh=mesh)
     x = torch.randn(3, 4, dtype=torch.float64).to(device())
     kept = []
-    for step in range(3):
+    for _ in range(3):
         for networks in (single, sharded):
             generator, critic = networks
             optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in networks]

@@ -48,10 +48,11 @@ class LocalVerbs(Platform):
         """Return the address of the first element of each tensor; see `Platform.addresses`."""
         return list(map(Tensor.data_ptr, xs))
 
-    def span(self, x: Tensor) -> tuple[str, int, int]:
-        """Return where the memory of ``x`` begins and ends; see `Platform.span`."""
+    def span(self, x: Tensor) -> tuple[str, int, int] | None:
+        """Return where the memory of ``x`` begins and ends, or None for a fake tensor; see `Platform.span`."""
+        begin = x.data_ptr()
         last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
-        return str(x.device), x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
+        return (str(x.device), begin, begin + (last + 1) * x.itemsize) if begin else None
 
     def join(self, xs: Sequence[Tensor]) -> Tensor:
         """Concatenate the elements of tensors to a 1-D tensor."""
