@@ -80,10 +80,9 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def forget_data(x: Any) -> None:
-    """Discard cached facts on ``x`` about its previous data or shape, and count the change, which torch does not."""
+    """Discard cached facts on ``x`` about its previous data or shape."""
     for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
-    x._writes += 1
 
 
 # ---------------------------------------------------------------------------------------------------- backward
