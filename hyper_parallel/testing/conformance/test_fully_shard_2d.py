@@ -139,7 +139,6 @@ def test_block(pool: Any, plan: str, sizes: tuple[int, int]) -> None:
 def sequence_parallel(mesh: Any, local_between: bool, coalesced: bool) -> Any:
     """Check plain inputs that are this rank's shard of the sequence."""
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
-    tp._has_uneven_shards = False  # ranks share the mesh with tests of unequal parts
     single, sharded = (adapter.load(adapter.Block(24, 36, 2), np.random.default_rng(5)) for _ in range(2))
     parallelize_module(sharded, tp, block_plan(local_between))
     fully_shard(sharded, mesh=dp)
