@@ -128,8 +128,6 @@ NIGHTLY_ON_SIMULATED_NPU = {
 #: Tests that the gate leaves to the nightly run on MindSpore, where each takes seconds: as `NIGHTLY_ON_SIMULATED_NPU`,
 #: or with a row in brackets. Other rows of the same test are run.
 _ROWS = "a further row; other rows are run"
-#: docs/notes/known_faults.md; the row is right alone.
-_OPEN = "after many other tests ranks meet collectives in another order"
 NIGHTLY_ON_MINDSPORE = {
     "test_checkpoint.py::test_optimizers[Adagrad]": _ROWS,
     "test_checkpoint.py::test_optimizers[RMSProp]": _ROWS,
@@ -147,12 +145,10 @@ NIGHTLY_ON_MINDSPORE = {
     "test_extremes.py::test_nan_is_kept[(2, 2)-max]": _ROWS,
     "test_extremes.py::test_ties_share_the_gradient[(2, 2)-min]": _ROWS,
     "test_fully_shard_2d.py::test_block[tensor-uneven]": _ROWS,
-    "test_fully_shard_2d.py::test_sequence_parallel[True]": _OPEN,
     "test_fully_shard_2d.py::test_three_dimensions[uneven-three]": _ROWS,
     "test_fully_shard_arguments.py::test_fewer_ranks[2-1-(8, 12)]": _ROWS,
     "test_fully_shard_arguments.py::test_several_modules[3-None]": _ROWS,
     "test_loaded_values.py::test_ways[5-rows]": _ROWS,
-    "test_prepared_batches.py::test_sequence_parallel_block[7-False-distributed]": _OPEN,
     "test_redistribute.py::test_two_dimensional_mesh[0-(8, 12)]": _ROWS,
     "test_redistribute.py::test_two_dimensional_mesh[1-(8, 12)]": _ROWS,
     "test_redistribute.py::test_two_dimensional_mesh[2-(8, 12)]": _ROWS,

@@ -16,7 +16,13 @@ __all__ = ["make_dtensor_class"]
 
 
 def make_dtensor_class(mixin: type, core: Core) -> type:
-    """Make the DTensor class from core's ``mixin`` and `InterceptedTensor`, and the class of distributed parameters."""
+    """Make the DTensor class from core's ``mixin`` and `InterceptedTensor`, and the class of distributed parameters.
+
+    All MindSpore platforms share the classes; the first call makes them. Tensors of a second class would leave the
+    fast paths of modules, so ranks with and without it would issue different collectives.
+    """
+    if Classes.dtensor is not None:
+        return Classes.dtensor
     names = {"__doc__": mixin.__doc__, "__module__": mixin.__module__}
     members = {**names, **NEW_METHODS, **METHODS}
     InterceptedTensor._core, InterceptedTensor._dispatch = core, staticmethod(core.dispatch)  # type: ignore[assignment]
@@ -29,5 +35,9 @@ def make_dtensor_class(mixin: type, core: Core) -> type:
     )
     Classes.dtensor, Classes.parameter = dtensor, parameter
     Parameter._get_base_class(Tensor)  # makes the class of plain parameters, otherwise made with the first one
-    PATCHES.install()
+    try:
+        PATCHES.install()
+    except RuntimeError:
+        Classes.dtensor = Classes.parameter = None  # every later attempt must raise too
+        raise
     return dtensor

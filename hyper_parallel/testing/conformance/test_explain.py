@@ -114,7 +114,13 @@ def foreseen_and_seen(mesh: Any, case: str) -> tuple[list[tuple], list[tuple], l
     adapter, platform = get_adapter(), get_platform()
     build, plan, array = CASES[case]
     model = adapter.load(build(adapter), np.random.default_rng(3))
+
+    def class_of_a_tensor() -> type:
+        return type(DTensor.from_local(adapter.tensor(array), mesh, [Replicate()]))
+
+    own_class = class_of_a_tensor()
     foreseen = explain(model, mesh, plan, adapter.tensor(array), rank=mesh.get_local_rank())
+    assert class_of_a_tensor() is own_class  # fast paths of modules look at the class
     assert foreseen.mesh == {"tp": mesh.size()} and not foreseen.unmatched
     before = describe(model).bytes
     if callable(plan) and not hasattr(plan, "apply"):
