@@ -48,6 +48,7 @@ ON_CPU_ONLY = {
     "test_pictures.py": "pictures, whichever device draws",
     "test_replicate.py": "optimizers in float64, which not every device reduces",
     "test_replicate_features.py": "float64, and layers that simulated NPUs have no kernels for",
+    "test_stays_unsharded.py": "training in float64, which not every device has",
     "test_styles_against_torch.py": "torch's own styles with gloo",
     "test_trainer.py": "training in float64, which not every device has",
     "test_walks.py": "functions that run with gloo",

@@ -43,7 +43,8 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
                 filling.lacks(joined(path, name))
                 state.append(row)
                 continue
-            if source not in saved["numbers"] and source not in moments and row.get("step", 0) == 0:
+            is_new = not any(map(platform.is_tensor, row.values())) and row.get("step", 0) == 0
+            if is_new and source not in saved["numbers"] and source not in moments:
                 state.append(row)  # neither optimizer has stepped
                 continue
             numbers = {n: decode(value) for n, value in saved["numbers"].get(source, {}).items()}

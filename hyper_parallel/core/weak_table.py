@@ -41,6 +41,6 @@ class WeakTable:
 
 def collect_garbage() -> None:
     """Collect garbage until nothing is left. Objects that a graph in garbage holds are left to the next collection."""
-    for _ in range(20):  # each frees one graph of a chain
+    for _ in range(3):
         if not gc.collect():
             return

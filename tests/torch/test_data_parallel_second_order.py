@@ -94,6 +94,67 @@ def of_one_batch(mesh: Any) -> None:
             close(q.grad, p.grad, f"{name}, {apply.__name__}", 1e-9)
 
 
-@pytest.mark.parametrize("job", [second_order, of_one_batch], ids=lambda job: job.__name__)
+@on_mesh(2, names=("dp",))
+def kept_graphs(mesh: Any) -> None:
+    """WGAN-GP: the loss with the penalty lives while the other network trains."""
+    torch.manual_seed(0)
+    single = nn.ModuleList([Model(), nn.Sequential(nn.Linear(2, 4), nn.Tanh(), Model())]).to(device(), torch.float64)
+    sharded = copy.deepcopy(single)
+    for module in (sharded[1][2].layers[0], sharded[1][2].layers[1], sharded[1][2], sharded[1], *sharded[0].layers):
+        fully_shard(module, mesh=mesh)
+    fully_shard(sharded[0], mesh=mesh)
+    x = torch.randn(3, 4, dtype=torch.float64).to(device())
+    kept = []
+    for _ in range(3):
+        for networks in (single, sharded):
+            generator, critic = networks
+            optimizers = [torch.optim.SGD(m.parameters(), 0.05) for m in networks]
+            loss = penalty(critic, generator(x).detach(), True)
+            loss.backward()
+            optimizers[1].step()
+            kept.append(loss)
+            networks.zero_grad()
+            critic(generator(x)).sum().backward()
+            optimizers[0].step()
+    for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+        close(q.grad, p.grad, name, 1e-9)
+        close(q, p, name, 1e-9)
+
+
+@on_mesh(2, names=("dp",))
+def around_results(mesh: Any) -> None:
+    """Backwards of recorded gradients that reach a unit neither at its results nor at its parameters."""
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4), nn.Linear(4, 1))
+    single = single.to(device(), torch.float64)
+    x = torch.randn(3, 4, dtype=torch.float64).to(device())
+    for frozen in (False, True):
+        for first in (0, 1):  # the unit begins at the input of the model, or behind a trained layer
+            one, model = copy.deepcopy(single), copy.deepcopy(single)
+            for m in (one, model):
+                m[1].requires_grad_(not frozen)
+                m[3].requires_grad_(not frozen)
+            for module in (*model[first:4], model):
+                if any(True for _ in module.parameters()):
+                    fully_shard(module, mesh=mesh)
+            for wanted in (0, 4, "input"):
+                found = []
+                for m in (one, model):
+                    leaf = x.clone().requires_grad_()
+                    (gradient,) = torch.autograd.grad(m(leaf).sum(), leaf, create_graph=True)
+                    squares = gradient.square().sum()
+                    if wanted == "input":
+                        found.append(torch.autograd.grad(squares, leaf)[0])
+                        continue
+                    m.zero_grad()
+                    squares.backward(inputs=[m[wanted].weight])
+                    found.append(m[wanted].weight.grad)
+                close(found[1], found[0], f"{frozen}, {first}, {wanted}", 1e-9)
+
+
+JOBS = (second_order, of_one_batch, kept_graphs, around_results)
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)
 def test_second_order(pool: Any, job: Any) -> None:
     pool.run(4 if job is second_order else 2, job)

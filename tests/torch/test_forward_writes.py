@@ -1,4 +1,5 @@
-"""Writes of a forward to parameters under `fully_shard` arrive: averages, running means, codebooks, counters."""
+"""Writes of a forward to parameters under `fully_shard` and `replicate` arrive: averages, running means, codebooks,
+counters."""
 
 from __future__ import annotations
 
@@ -9,8 +10,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from hyper_parallel import MixedPrecisionPolicy, RankMismatchError, Shard, check_ranks, fully_shard
+from hyper_parallel import (
+    MixedPrecisionPolicy,
+    RankMismatchError,
+    Shard,
+    check_ranks,
+    distribute_tensor,
+    fully_shard,
+    replicate,
+)
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.extent import everything, on_ranks
 
@@ -26,6 +36,7 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "lerp_": lambda p, value: p.lerp_(value, 1.0) if p.is_floating_point() else p.add_(1),
     "data": lambda p, value: p.data.copy_(value),
     "other data": replace_data,
+    "set_": lambda p, value: p.set_(value.detach() * 1),
     "items": lambda p, value: p.__setitem__(slice(None) if p.ndim else ..., value),
 }
 
@@ -81,6 +92,7 @@ UNITS: dict[str, Callable[[Model, Any], Any]] = {
     "columns": lambda m, mesh: fully_shard(
         m, mesh=mesh, shard_placement_fn=lambda p: Shard(p.ndim - 1) if p.ndim else None
     ),
+    "replicas": replicate,
 }
 
 
@@ -115,7 +127,8 @@ def follows(mesh: Any, cases: list[tuple[str, str, bool]]) -> None:
 @on_ranks(1, 2, 3)
 def test_writes_arrive(pool: Any, world_size: int) -> None:
     cases = [(way, units, late) for way in WAYS for units in UNITS for late in (False, True)]
-    pool.run(world_size, follows, cases if everything() else cases[::5])
+    in_gate = [*cases[::5], *((way, "replicas", way == "set_") for way in ("other data", "set_"))]
+    pool.run(world_size, follows, cases if everything() else in_gate)
 
 
 class Counting(nn.Module):
@@ -199,6 +212,77 @@ def corners(mesh: Any) -> None:
     assert m(x).shape == (2, 4)
 
 
+class Recomputed(nn.Module):
+    """A checkpointed part that writes to its parameters, in a unit with another layer."""
+
+    def __init__(self, way: str, reentrant: bool) -> None:
+        super().__init__()
+        self.part, self.out, self.reentrant = Writing(way, False), nn.Linear(7, 7), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(checkpoint(self.part, x, use_reentrant=self.reentrant))
+
+
+@spmd.on_mesh()
+def recomputed(mesh: Any) -> None:
+    """Backward writes a second time where it computes a part again, as on a single device."""
+    for way, reentrant, options in (
+        ("mul_ and add_", True, {}),
+        ("mul_ and add_", False, {}),
+        ("other data", True, {"reshard_after_forward": True}),
+        ("data", False, {}),
+    ):
+        torch.manual_seed(0)
+        single = Recomputed(way, reentrant).double()
+        single.part.codes.requires_grad_(False)
+        model = fully_shard(copy.deepcopy(single), mesh=mesh, **options)
+        for step in range(4):
+            x = torch.randn(2, 5, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+            for m in (single, model):
+                m.zero_grad()
+                m(x.clone().requires_grad_()).square().mean().backward()
+            for (name, p), q in zip(single.named_parameters(), model.parameters(), strict=True):
+                what = (way, reentrant, step, name)
+                assert torch.allclose(q.full_tensor(), p, rtol=1e-9), what
+                assert p.grad is None or torch.allclose(q.grad.full_tensor(), p.grad, rtol=1e-9), what
+
+
+@spmd.on_mesh()
+def corners_of_replicas(mesh: Any) -> None:
+    """Other memory in a distributed batch, several calls before a backward, and writes that cannot be kept."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    for shared in (False, True):
+        single, model = Counting(), replicate(Counting(), mesh)
+        for m in (single, model):
+            m.more = lambda self: (
+                replace_data(self.held, self.held * 2.0),
+                replace_data(self.weight, self.weight * 0.5),
+            )
+        for _ in range(2):
+            ys = [single(x) for _ in range(2)]
+            sum(y.square().sum() for y in ys).backward()  # type: ignore[union-attr]
+            found = [model(distribute_tensor(x, mesh, [Shard(0)]) if shared else x) for _ in range(2)]
+            sum(y.square().sum() for y in found).backward()  # type: ignore[union-attr]
+            for y, z in zip(ys, found, strict=True):
+                assert torch.allclose(z.full_tensor() if shared else z, y), shared
+            for p, q in zip(single.parameters(), model.parameters(), strict=True):
+                assert torch.allclose(q.full_tensor(), p), shared
+            assert torch.allclose(model.weight.grad.full_tensor(), single.weight.grad), shared  # type: ignore[union-attr]
+    m = replicate(Counting(), mesh)
+    m.more = lambda self: setattr(self, "held", nn.Parameter(torch.zeros(4, 3)))
+    with pytest.raises(ValueError, match="the parameter 'held' was replaced"):
+        m(x)
+    m.more = lambda self: replace_data(self.held, torch.zeros(3))
+    with pytest.raises(ValueError, match=r"the parameter 'held' of shape \(4, 3\).*another shape, dtype or placement"):
+        m(x)
+    m.more = lambda self: replace_data(self.held, self.held.redistribute(placements=[Shard(0)]))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"the parameter 'held' of shape \(4, 3\).*another shape, dtype or placement"):
+        m(distribute_tensor(x, mesh, [Shard(0)]))
+    m.more = None
+    assert m(x).shape == (4, 4) and torch.equal(m.held.full_tensor(), Counting().held)
+
+
+@pytest.mark.parametrize("job", [corners, recomputed, corners_of_replicas], ids=lambda job: job.__name__)
 @on_ranks(1, 2, 3)
-def test_corners_of_writes(pool: Any, world_size: int) -> None:
-    pool.run(world_size, corners)
+def test_corners_of_writes(pool: Any, world_size: int, job: Any) -> None:
+    pool.run(world_size, job)

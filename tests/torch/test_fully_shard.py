@@ -266,8 +266,59 @@ def overlapped(mesh: Any) -> None:
     assert platform.from_bytes(platform.bytes_of(half), half.shape, half.dtype).dtype is torch.bfloat16
 
 
+class Two(nn.Module):
+    """Two layers, whose weights ``weights`` makes."""
+
+    def __init__(self, weights: Callable[[], tuple[Any, Any]]) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4, device=device()), nn.Linear(4, 4, device=device())
+        self.a.weight, self.b.weight = weights()
+
+    def forward(self, x: Any) -> Any:
+        return self.b(torch.tanh(self.a(x)))
+
+
+@on_mesh()
+def shared_memory(mesh: Any) -> None:
+    """Parameters in one storage: those that share elements are refused, and others are right."""
+
+    def of(take: Callable[[Any], tuple[Any, Any]], frozen: bool = False) -> Callable[[], Two]:
+        def weights() -> tuple[Any, Any]:
+            both = torch.linspace(-1, 1, 64, device=device()).reshape(8, 8)
+            first, second = take(both)
+            return nn.Parameter(first, not frozen), nn.Parameter(second, not frozen)
+
+        def make() -> Two:
+            torch.manual_seed(0)
+            return Two(weights)
+
+        return make
+
+    for make in (of(lambda x: (x[:4, :4], x[:4, :4])), of(lambda x: (x[:4, :4], x[3:7, 3:7]))):
+        model = make()
+        with pytest.raises(ValueError, match=r"'a\.weight'.*'b\.weight'.*share memory.*the same Parameter object"):
+            fully_shard(model, mesh=mesh)
+        assert not isinstance(model.a.bias, DTensor)
+        for layer in (model.a, model.b):  # nothing writes to them then
+            layer.weight.requires_grad_(False)
+        fully_shard(model, mesh=mesh)
+    x = torch.linspace(-1, 1, 12, device=device()).reshape(3, 4)
+    for make in (of(lambda x: (x[:4, :4], x[:4, 4:])), of(lambda x: (x[:4, :4].T, x[4:, :4]))):
+        single, sharded = make(), fully_shard(make(), mesh=mesh)
+        for model in (single, sharded):
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for _ in range(2):
+                model(x).square().sum().backward()
+                optimizer.step()
+        for (name, p), q in zip(single.named_parameters(), sharded.named_parameters(), strict=True):
+            close(q[1].full_tensor(), p, name)
+            close(q[1].grad.full_tensor(), p.grad, name)
+
+
 @pytest.mark.parametrize(
-    "job", [losses, graphs, around, checkpoints_inside, compiled, overlapped], ids=lambda job: job.__name__
+    "job",
+    [losses, graphs, around, checkpoints_inside, compiled, overlapped, shared_memory],
+    ids=lambda job: job.__name__,
 )
 def test_fully_shard(pool: Any, job: Any) -> None:
     pool.run(2, job)

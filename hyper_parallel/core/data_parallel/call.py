@@ -1,14 +1,20 @@
-"""One call of a unit of data parallelism, and its state that several modules of the unit share."""
+"""One call of a unit of data parallelism, and the backward passes that reach calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "versions_of"]
+from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 
-_VERSION = attrgetter("_version")
+if TYPE_CHECKING:
+    from hyper_parallel.core.data_parallel.model import Model
+    from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
+
+__all__ = ["BackwardPass", "Call", "Leaves", "ModuleGroup", "RecordedCall", "chosen", "writes_to"]
+
+_WRITES = attrgetter("_version", "_writes")
 
 
 class RecordedCall:
@@ -20,12 +26,15 @@ class RecordedCall:
         returns: weak references to the autograd contexts of the functions that return the call's results.
         again: whether one of the call's backwards was recorded. Another backward may then need the unsharded parameters
             before it reaches the results.
+        marks: weak references to the autograd contexts of functions that cotangents have passed. They passed them where
+            they entered recorded backwards of the call.
     """
 
     def __init__(self) -> None:
         self.anchors: Sequence[Any] = ()
         self.returns: list[Any] = []
         self.again = False
+        self.marks: list[Any] = []
 
     def anchors_as(self, dtype: Any) -> Sequence[Any]:
         """Return `anchors` for results of ``dtype``. They are converted if that costs nothing."""
@@ -41,28 +50,44 @@ class Call(RecordedCall):
         recorded: whether a backward may follow.
         within: the units whose forwards contain this call.
         unsummed: summands of gradients that tensor-parallel ranks must still add up; set by `DTensor._collect`.
+        one_loss: whether the batch of the call is distributed. Forwards of other batches may run before its backward.
         freed: whether its unsharded parameters were freed when it ended.
         gives: weak references to the autograd contexts of the functions that return the unsharded parameters.
         reached: number of the last backward pass that unsharded the parameters for this call.
     """
 
-    def __init__(self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple) -> None:
+    def __init__(
+        self, parameters: list[Any], trained: list[list[int]], recorded: bool, within: tuple, one_loss: bool
+    ) -> None:
         super().__init__()
         self.parameters, self.trained, self.recorded, self.within = parameters, trained, recorded, within
-        self.versions = versions_of(parameters)
+        self.one_loss = one_loss
+        self.versions = writes_to(parameters)
         self.unsummed: list[Any] = []
         self.freed = False
         self.gives: list[Any] = []
         self.reached = 0
 
+    def runs_in_order(self, platform: Platform) -> bool:
+        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
+        all_trained = sum(map(len, self.trained)) == len(self.parameters)
+        return all_trained and (platform.fast or NOTHING_FASTER).backward_in_order
+
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
-        """Return whether a backward pass reaches the parameters, but bypasses the results.
+        """Return whether a backward pass reads the parameters, but bypasses the results, or may reach them later.
+
+        After a recorded backward there are more ways in and out. The pass may come from cotangents of the recorded
+        backward. It may also go to inputs alone, which nothing tells. So each pass counts while the parameters are
+        unchanged: once they were written to, the graph of the call is of no more use.
 
         Args:
             runs: returns whether the pass runs the function of an autograd context; see `Platform.before_backward`.
         """
         # A usual backward reaches the results, and the first check alone decides.
-        return not _any(self.returns, runs) and _any(self.gives, runs)
+        comes, goes = _any(self.returns, runs), _any(self.gives, runs)
+        if self.again:
+            return comes or goes or _any(self.marks, runs) or writes_to(self.parameters) == self.versions
+        return not comes and goes
 
     def check_whole(self, what: str) -> None:
         """Raise RuntimeError if unsharded parameters were freed or written to, in a backward that bypassed the results.
@@ -83,7 +108,7 @@ class Call(RecordedCall):
 
         Otherwise backward would read other values than forward.
         """
-        if versions_of(self.parameters) != self.versions:
+        if writes_to(self.parameters) != self.versions:
             raise RuntimeError(
                 f"{what}: a parameter was changed in place between a forward and its backward: run backward before "
                 "the optimizer's step, or repeat the forward"
@@ -109,15 +134,18 @@ class ModuleGroup:
         """Return whether all modules of the unit have run in this call, or no call is shared."""
         return self._call is None or len(self._ran) == self._count
 
-    def call_of(self, module: Any, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
+    def call_of(self, module: Any, new: Call, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
         """Return the running call that ``module`` joins, and its unsharded parameters; None if a new call starts.
 
         Args:
             module: a module of the unit, which starts to run.
+            new: the call that would start.
             asked: whether gradients of parameters are required.
             again: whether the module is computed again in backward.
         """
         if self._call is None or again or asked is not self._asked or id(module) in self._ran:
+            return None
+        if self._call.versions != new.versions:  # the program wrote to a parameter since the last module
             return None
         self._ran.add(id(module))
         return self._call, self._wholes
@@ -132,6 +160,73 @@ class ModuleGroup:
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call
+
+
+class BackwardPass:
+    """One backward pass over a model, and the units that are unsharded in it.
+
+    Attributes:
+        number: number of the pass among the passes of the model, from 1.
+        one_loss: `Call.one_loss` of the call that was reached last; None before the first one.
+    """
+
+    def __init__(self, model: Model, number: int) -> None:
+        self._model, self.number = model, number
+        self.one_loss: bool | None = None
+        self._open: list[UnitParameters] = []
+        self._held: list[UnitParameters] = []  # unsharded until the pass is over
+        self._kinds: dict[UnitParameters, bool] = {}  # `Call.one_loss` of the calls for which units were unsharded
+
+    def reached(self, unit: UnitParameters, call: Call) -> None:
+        """Unshard ``unit``, because the cotangents of its results have arrived.
+
+        The unit stays open until the pass reaches a unit whose forward did not run inside the forward of ``unit``.
+        """
+        call.reached, self.one_loss = self.number, call.one_loss
+        if unit in self._open or unit in self._held:
+            return
+        for other in reversed(self._open):
+            if other not in call.within:
+                self._open.remove(other)
+                self._close(other)
+        self._open.append(unit)
+        # Free the sent rows of the previous unit, if they are reduced, to make memory for new gradients.
+        if self._model.pending:
+            self._model.pending[-1][0].let_go()
+        self._open_for(unit, call)
+        self._model.prefetch_before(unit, self._open)
+
+    def hold(self, unit: UnitParameters, call: Call) -> None:
+        """Unshard ``unit`` until the pass is over."""
+        call.check_unchanged(unit.what)
+        call.reached, self.one_loss = self.number, call.one_loss
+        if unit not in self._held:
+            self._held.append(unit)
+            self._open_for(unit, call)
+
+    def _open_for(self, unit: UnitParameters, call: Call) -> None:
+        self._kinds[unit] = call.one_loss
+        unit.open(call, call.one_loss)
+
+    def _close(self, unit: UnitParameters) -> None:
+        self._model.close(unit, self._kinds[unit])
+
+    def left(self, unit: UnitParameters) -> None:
+        """End the backward of ``unit``, if the unit was called only once."""
+        if self._open and self._open[-1] is unit and self._model.ran_once(unit):
+            self._close(self._open.pop())
+
+    def close(self) -> None:
+        """End the pass, and the backward of all units that are still open."""
+        for units in (self._open, self._held):
+            while units:
+                self._close(units.pop())
+
+    def abandon(self) -> None:
+        """Discard the state of a failed pass."""
+        for units in (self._open, self._held):
+            while units:
+                units.pop().abandon()
 
 
 class Leaves:
@@ -172,6 +267,10 @@ def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
     return xs if len(indices) == len(xs) else [xs[i] for i in indices]
 
 
-def versions_of(parameters: Sequence[Any]) -> list[int]:
-    """Return how often each parameter has been written to."""
-    return list(map(_VERSION, parameters))
+def writes_to(shards: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return how often each shard has been written to: the framework's count, and that of the DTensor.
+
+    The DTensor also counts writes to other tensors of its memory, such as ``p.data.mul_()``. New memory counts too, as
+    in ``p.data = x``.
+    """
+    return list(map(_WRITES, shards))

@@ -181,10 +181,11 @@ class FlatBuffer:
         if not keep:
             return platform.join(parts)
         if self.whole is None:
-            self.whole = platform.join(parts)
-            self._views = [*map(platform.counted_apart, self._cut(platform.detach(self.whole)))]
-            if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
-                self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
+            with platform.for_training(), platform.no_grad():  # `unshard` may be called in inference
+                self.whole = platform.join(parts)
+                self._views = [*map(platform.counted_apart, self._cut(platform.detach(self.whole)))]
+                if self._fast is not None and all(b.in_order and b.sent for b in self.blocks):
+                    self._rows = self._fast.gathered_rows(self.whole, self._size, self._lengths)
         else:
             platform.refill_storage(self.whole, parts)
         return self.whole
@@ -213,13 +214,6 @@ class FlatBuffer:
                 if block.local_count and platform.bytes_of(block.part_of(whole)) != platform.bytes_of(self.sent(x)):
                     return False
         return True
-
-    def joined(self, values: Any, wholes: Sequence[Any]) -> Any:
-        """Return new storage with the values of the unsharded parameters ``wholes``. Padding is copied from
-        ``values``."""
-        narrow, places = self.platform.narrow, zip(self._room, self.blocks, strict=True)
-        rest = [narrow(values, 0, start + block.count, block.room - block.count) for start, block in places]
-        return self.platform.join([x for pair in zip(wholes, rest, strict=True) for x in pair])
 
     def views(self, values: Any) -> list[Any]:
         """Return each unsharded parameter, as a new view of ``values``, a result of `take`."""

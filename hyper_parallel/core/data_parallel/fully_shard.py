@@ -22,14 +22,15 @@ from hyper_parallel.core.data_parallel.options import (
     fewer_ranks,
 )
 from hyper_parallel.core.data_parallel.places import Slot
-from hyper_parallel.core.data_parallel.unit import is_unit, make_unit, unit_of
-from hyper_parallel.core.data_parallel.unit_facts import UnitFacts
+from hyper_parallel.core.data_parallel.unit import Unit, is_unit, make_unit, unit_of
+from hyper_parallel.core.data_parallel.unit_facts import CHECKED, UnitFacts, check_memory, refuse_added
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.layouts.chunking import chunk_sizes
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import PackedShard, Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.operations.owners import remember_model
 from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
@@ -39,6 +40,8 @@ __all__ = ["buffers_of", "fully_shard", "register_fsdp_forward_method", "share_c
 
 #: parameter -> its name in the unit that it belongs to.
 _OWNED = WeakTable()
+#: The parameters that `fully_shard` has left as they are, as keys.
+_LEFT = WeakTable()
 
 
 def fully_shard(
@@ -89,8 +92,10 @@ def fully_shard(
         TypeError: for a module of another framework, and for arguments of other types. On MindSpore also when the
             module is called, if its result is anything but tensors in tuples, lists, dicts and dataclasses.
         ValueError: on all ranks, before anything is changed, for a mesh of more dimensions, a module that is a unit
-            already, a parameter that belongs to another unit, and a number n that does not divide the number of ranks.
-            When the module is called, before communication, if something else has replaced a parameter.
+            already, a parameter that belongs to another unit, a trained parameter that shares memory with another
+            tensor of the module, and a number n that does not divide the number of ranks.
+            When the module is called, before communication, if something else has replaced a parameter, or a trained
+            parameter was added to the unit.
         RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters; for a parameter that was changed between forward and backward.
 
@@ -118,11 +123,13 @@ def fully_shard(
     placed: dict[int, tuple[int, Layout, Layout | None, int | None]] = {}  # by id: index, layouts, dimension
     parameters: list[tuple[Any, str, Any]] = []
     keeps_dtype: list[bool] = []
+    left: list[tuple[str, str]] = []
     for root, path, holder in _modules_of(modules, platform):
-        if has_its_gradients(holder, mesh, "fully_shard"):
-            continue
+        has_them = has_its_gradients(holder, mesh, "fully_shard")
         for name, p in platform.named_parameters(holder):
-            if id(p) in ignored:
+            if has_them or id(p) in ignored:
+                left.append((path, name))
+                _LEFT.set(p, True)
                 continue
             what = f"fully_shard: parameter {_join(path, name)!r} of {type(modules[root]).__name__}"
             if id(p) not in placed:
@@ -131,13 +138,14 @@ def fully_shard(
                 keeps_dtype.append(mp_policy.keeps_dtype(p, what))
             index, layout, _, _ = placed[id(p)]
             slots.append(Slot(path, name, index, layout, root))
+    check_memory(modules, [p for _, _, p in parameters], platform)
     entries = list(placed.values())
     shapes = [tuple(platform.shape_of(p)) for _, _, p in parameters]
     inner, dims = [entry[2] for entry in entries], [entry[3] for entry in entries]
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward is not None:
         reshard_after_forward = reshard_after_forward > 1
     facts = UnitFacts(
-        mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype
+        mesh, slots, inner, shapes, dims, reshard_after_forward, mp_policy, offload_policy, fewer, keeps_dtype, left
     )
     for (holder, name, p), (_, layout, _, dim) in zip(parameters, entries, strict=True):
         with platform.no_grad(), platform.no_dispatch():
@@ -254,9 +262,25 @@ def _sharded(forward: Callable[..., Any], platform: Any, what: str) -> Callable[
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
         refuse_compiling(platform, what)
-        return unit_of(module).run(module, forward, args, kwargs)
+        unit = unit_of(module)
+        if CHECKS or unit.parameters.settings.checked.get(id(module), 0) < CHECKED:
+            _look_for_added(unit, module)
+        return unit.run(module, forward, args, kwargs)
 
     return run
+
+
+def _look_for_added(unit: Unit, module: Any) -> None:
+    """Raise ValueError if a trained parameter was added to a module of a unit after `fully_shard`."""
+    facts, checked, platform = unit.parameters.facts, unit.parameters.settings.checked, unit.platform
+    new = (
+        (_join(path, name), p)
+        for _, path, holder in _modules_of([module], platform, module)
+        for name, p in platform.named_parameters(holder)
+        if (path, name) not in facts.known and _LEFT.get(p) is None
+    )
+    if refuse_added(new, facts.mesh, unit.what, "fully_shard", "ignored_params"):
+        checked[id(module)] = checked.get(id(module), 0) + 1
 
 
 def _check_options(mp_policy: Any, offload_policy: Any) -> None:
@@ -271,8 +295,8 @@ def _check_options(mp_policy: Any, offload_policy: Any) -> None:
             )
 
 
-def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, str, Any]]:
-    """Yield ``(root, path, module)`` for each module that belongs to no unit yet.
+def _modules_of(modules: Sequence[Any], platform: Any, called: Any = None) -> Iterator[tuple[int, str, Any]]:
+    """Yield ``(root, path, module)`` for each module that belongs to no unit yet, or to that of the module ``called``.
 
     ``root`` is an index in ``modules``, and ``path`` leads from that module to the yielded one.
     """
@@ -281,7 +305,7 @@ def _modules_of(modules: Sequence[Any], platform: Any) -> Iterator[tuple[int, st
         for path, submodule in platform.named_modules(module):
             if path.startswith(inside):
                 continue
-            if is_unit(submodule):
+            if is_unit(submodule) and submodule is not called:
                 inside = (*inside, f"{path}.")
             else:
                 yield root, path, submodule

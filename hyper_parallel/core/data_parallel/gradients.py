@@ -33,6 +33,7 @@ class Gradients:
         divide_factor: divisor of summed gradients, in place of the number of ranks.
         max_pending: maximum number of pending reductions. Each holds a buffer as large as the unit.
         force_sum: whether collectives sum and divide afterwards, in place of collectives that average.
+        one_loss: whether the batches with accumulated gradients are distributed.
     """
 
     def __init__(self, mesh: DeviceMesh, store: Callable[[Any], Any] | None = None) -> None:
@@ -46,7 +47,7 @@ class Gradients:
         self._sums: dict[int, Any] = {}
         #: Buffer -> indices of parameters, and their row of gradients, reduced over the sharding mesh dimension only.
         self._rows: dict[FlatBuffer, tuple[Sequence[int], Any]] = {}
-        self._one_loss = False  # whether the batches with accumulated gradients are distributed
+        self.one_loss = False
 
     @property
     def has_accumulated(self) -> bool:
@@ -67,7 +68,7 @@ class Gradients:
             one_loss: whether the batch is distributed.
             what: name of the called module in messages.
         """
-        if self.has_accumulated and self._one_loss is not one_loss:
+        if self.has_accumulated and self.one_loss is not one_loss:
             now, before = ("distributed", "plain") if one_loss else ("plain", "distributed")
             raise ValueError(
                 f"{what} is called with {now} inputs, but has accumulated gradients of {before} inputs that were not "
@@ -98,7 +99,7 @@ class Gradients:
             cotangents: one cotangent for each index, or None.
             one_loss: whether the batch is distributed.
         """
-        self._one_loss = one_loss
+        self.one_loss = one_loss
         for i, g in zip(indices, cotangents, strict=True):
             before = self._sums.get(i)
             if g is not None:
@@ -174,7 +175,7 @@ class Gradients:
             _, row = self._rows.pop(buffer, (indices, None))
             if not self.all_reduce_gradients:
                 self._rows[buffer] = indices, reduction.row() if row is None else row + reduction.row()
-                self._one_loss = one_loss
+                self.one_loss = one_loss
                 return nothing
             reduction.all_reduce(row)
 

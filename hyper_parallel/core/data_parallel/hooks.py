@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hyper_parallel.core.caches import Table
 from hyper_parallel.core.data_parallel.batches import placed_across
 from hyper_parallel.core.data_parallel.call import Call, RecordedCall
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -13,7 +14,7 @@ from hyper_parallel.core.trees import map_tensors
 from hyper_parallel.platform.contract import NOTHING_FASTER, Platform
 from hyper_parallel.platform.contract.autograd import named
 
-__all__ = ["Inputs", "Results", "cast", "refuse_compiling", "refuse_second_order"]
+__all__ = ["REPLICATED_FUNCTIONS", "Inputs", "Results", "cast", "refuse_compiling", "refuse_second_order"]
 
 
 def cast(tree: Any, dtype: Any, platform: Any) -> Any:
@@ -137,6 +138,9 @@ class Results:
         self._mesh, self._platform, self._what, self._applied = mesh, mesh.platform, what, applied
         self._reached, self._freed = reached, freed
         self._identity = self._platform.joint_function(named("DataParallelOutput", self._forward), self._backward)
+        self._mark = self._platform.joint_function(
+            named("DataParallelAgain", self._mark_forward), lambda ctx, *cotangents: cotangents
+        )
 
     def opening(self, output: Any, call: RecordedCall, one_loss: bool) -> Any:
         """Return ``output`` such that its cotangents unshard the parameters before backward enters the module.
@@ -210,11 +214,20 @@ class Results:
         ctx.call.returns.append(weakref.ref(ctx))
         return xs[ctx.anchors :]
 
+    def _mark_forward(self, ctx: Any, call: RecordedCall, *cotangents: Any) -> Sequence[Any]:
+        ctx.call = call
+        call.marks.append(weakref.ref(ctx))
+        return cotangents
+
     def _backward(self, ctx: Any, *cotangents: Any) -> Sequence[Any]:
         recorded = self._platform.backward_is_recorded()
         if recorded and not self._platform.tells_beginning:
             refuse_second_order(self._platform, self._applied)
-        ctx.call.again = ctx.call.again or recorded
+        if recorded:
+            ctx.call.again = True
+            present = [g for g in cotangents if g is not None]
+            marked = iter(self._mark(ctx.call, *present))
+            cotangents = tuple(None if g is None else next(marked) for g in cotangents)
         self._reached(ctx.call)
         return [*[None] * ctx.anchors, *cotangents]
 
@@ -239,3 +252,38 @@ def refuse_compiling(platform: Platform, what: str) -> None:
     """Raise RuntimeError if a compiler traces a call of a unit. ``what`` is the name of the unit."""
     if platform.is_compiling():
         raise RuntimeError(f"{what} is being compiled, which is not supported: compile the modules inside of it")
+
+
+def _give(ctx: Any, static: tuple[Any, Sequence[int], Any], *parameters: Any) -> Sequence[Any]:
+    ctx.call, ctx.members, ctx.zero = static
+    ctx.count = len(parameters)
+    return [ctx.zero]
+
+
+def _give_backward(ctx: Any, cotangent: Any) -> Sequence[Any]:
+    found = ctx.call.take(ctx.members)
+    return [ctx.zero] * (ctx.count - len(found)) + found
+
+
+def _read(ctx: Any, static: tuple[Any, int, Sequence[Any]], token: Any) -> Sequence[Any]:
+    ctx.call, ctx.bucket, parameters = static
+    ctx.zero = ctx.call.known.mesh.platform.detach(token)
+    return parameters
+
+
+def _read_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
+    ctx.call.collect(ctx.bucket, cotangents)
+    return [ctx.zero]
+
+
+#: Platform -> (give, read), for a call of a `ReplicatedUnit`. ``give((call, members, zero), *parameters)`` is the root
+#: for one dtype, and returns a token. A root for another dtype takes that token as a further operand.
+#: ``read((call, number of the bucket, its parameters), token)`` returns plain tensors with the data of the parameters.
+REPLICATED_FUNCTIONS: Table = Table(
+    lambda platform: (
+        platform.joint_function(named("ReplicateGive", _give), _give_backward),
+        platform.joint_function(named("ReplicateRead", _read), _read_backward),
+    ),
+    1 << 4,
+    "functions of replicate",
+)

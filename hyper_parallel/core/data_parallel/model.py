@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.data_parallel.agreement import Event, agreements_below
 from hyper_parallel.core.data_parallel.batches import summed_over
+from hyper_parallel.core.data_parallel.call import BackwardPass
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import UNIT
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
     from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 
-__all__ = ["RUNNING", "BackwardPass", "Model"]
+__all__ = ["RUNNING", "Model"]
 
 #: The model whose forward is running on this thread, followed by its running units, the outermost unit first.
 RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("hyper_parallel_units", default=())
@@ -45,8 +46,8 @@ class Model:
         accumulating: units that may have accumulated gradients, in the order in which they started to. The order is the
             same on all ranks.
         pending: pending reductions, each with a function that waits for it and delivers the gradients.
-        one_loss: whether the batch of this step is distributed. If so, all ranks have one loss, and gradients are
-            summed.
+        one_loss: whether the batch of the running forward is distributed. If so, all ranks have one loss, and gradients
+            are summed. Backward uses `Call.one_loss`.
     """
 
     def __init__(self, outermost: UnitParameters, module: Any) -> None:
@@ -72,6 +73,8 @@ class Model:
         self.platform.before_backward(self._begins)
         #: Running backward passes by the platform's keys. A later pass runs nested in the earlier ones.
         self._passes: dict[Any, BackwardPass] = {}
+        self._failed = False  # whether collectives of a failed backward may be pending
+        self._kept = 0  # number of pending reductions of earlier backwards
         self._position = 0  # position in `_ends` that the backward passes have reached
         self._paths, self._agreements = agreements_below(module, self.platform)
         announce("fully_shard", module, outermost.facts.mesh)
@@ -87,6 +90,7 @@ class Model:
             again: whether backward recomputes the forward.
         """
         outermost = not again and self.outermost() is unit
+        self.settle()
         if outermost:
             self._begin(unit)
         beside = self.meshes_beside(module) if outermost and self.one_loss else ()
@@ -101,23 +105,42 @@ class Model:
 
     def _begin(self, outermost: UnitParameters) -> None:
         """Start the forward of the outermost unit."""
-        if self._passes:
-            self.abandon()
+        if not self._passes:
+            self.drop_prefetched()  # a unit that was called alone before may have left a prefetch
         self._began, self._ended = [], []
         self._forwards += 1
         for agreement in self._agreements:
             agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
+    def take_over(self, before: Model) -> None:
+        """Take over accumulated gradients, pending reductions and recorded calls of a model whose outermost unit is
+        below this one."""
+        before.settle()
+        self.accumulating.update(before.accumulating)
+        self.pending += before.pending
+        self._calls += before._calls
+
     def abandon(self) -> None:
-        """Discard the state of a failed backward, and the gradients that it has not delivered yet."""
+        """Discard pending collectives, and all gradients that were not delivered yet."""
         self.abandoned += 1
-        for left in self._passes.values():
-            left.abandon()
-        self._passes.clear()
-        self.drop_prefetched()
-        pending, self.pending = self.pending, []
-        for reduction, _ in pending:
-            reduction.row()
+        self._failed, self._kept = True, 0
+        self.settle()
+
+    def settle(self) -> None:
+        """Discard pending collectives of a failed backward, at the next use of the model.
+
+        Other ranks may have failed too. The failed backward itself does not wait for them: the program shall get its
+        error before the time-out.
+        """
+        if not self._failed:
+            return
+        self._failed = False
+        left, self.pending = self.pending[self._kept :], self.pending[: self._kept]
+        try:
+            self.drop_prefetched()
+        finally:
+            for reduction, _ in left:
+                reduction.row()
 
     def _end(self, complete: bool) -> None:
         """End the forward of the outermost unit. With ``complete`` it has succeeded, otherwise it has failed."""
@@ -175,14 +198,14 @@ class Model:
     def prefetch(self, units: Sequence[UnitParameters], again: bool = False) -> None:
         """Prefetch the parameters of units. ``again`` is set in backward."""
         for unit in units:
-            if (unit.reopens or not again) and unit.start(again=again):
+            if unit.reopens and unit.start(again=True) if again else unit.start_early():
                 self._prefetched.append(unit)
 
     def drop_prefetched(self) -> None:
         """Discard pending prefetches that were not used."""
-        for unit in self._prefetched:
+        prefetched, self._prefetched = self._prefetched, []
+        for unit in prefetched:
             unit.drop()
-        self._prefetched = []
 
     def check_kind(self, what: str) -> None:
         """Raise ValueError if gradients of the other kind of batch (distributed or plain) are accumulated. The check of
@@ -213,7 +236,7 @@ class Model:
         self._nests = bool(self._passes)
         for unit, ref in self._calls:
             call = ref()
-            if call is not None and (call.again or call.comes_around(runs)):
+            if call is not None and not unit.places.lost_modules and call.comes_around(runs):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)
@@ -236,6 +259,12 @@ class Model:
         if running is not None:
             running.reached(unit, call)
 
+    def reached_one_loss(self, otherwise: bool) -> bool:
+        """Return whether the batch of the call that backward reached last is distributed; ``otherwise`` if backward
+        has reached no call."""
+        running = self.this_pass()
+        return otherwise if running is None or running.one_loss is None else running.one_loss
+
     def check_reached(self, unit: UnitParameters, call: Call) -> None:
         """Raise RuntimeError if backward has reached freed parameters without passing the results."""
         running = self.this_pass()
@@ -257,23 +286,29 @@ class Model:
         if found is None:
             self._count += 1
             if not self._passes:
-                self._position = len(self._ends)
+                self.settle()
+                self._kept, self._position = len(self.pending), len(self._ends)
             found = self._passes[key] = BackwardPass(self, self._count)
-            self.platform.after_backward(lambda: self._is_over(key))
+            self.platform.after_backward(lambda: self._is_over(key), lambda: self._fails(key))
         return found
 
-    def _is_over(self, key: Any) -> None:
-        ended = self._passes.pop(key, None)
+    def _fails(self, key: Any) -> None:
+        """Close the units of a failed pass at once, so that modules find shards again."""
+        failed = self._passes.pop(key, None)
         if not self._passes:
-            self._forwards = 0
-        if ended is None:
-            return
+            self._forwards, self._failed = 0, True
+        if failed is not None:
+            failed.abandon()
+
+    def _is_over(self, key: Any) -> None:
         with self.platform.no_grad(), self.platform.no_dispatch():
-            ended.close()
+            self._passes[key].close()
+            del self._passes[key]
             if self._passes:
                 # This pass ran nested in another one, as in reentrant checkpointing, and the outer pass is not over.
                 # The outer pass needs the prefetched units, and may reach units with accumulated gradients.
                 return
+            self._forwards = 0
             self.drop_prefetched()
             outermost = self.outermost()
             if outermost is not None and outermost.settings.finalized_by_hand:
@@ -291,27 +326,31 @@ class Model:
         parameters: Sequence[Any],
         indices: Sequence[int],
         cotangents: Sequence[Any],
+        one_loss: bool,
         delay: bool = True,
     ) -> list[Any]:
         """Reduce or accumulate gradients of buffer ``b`` of a unit, with `Gradients.reduce`."""
-        unit.steps.reduce()
         gradients, buffer, members = unit.gradients, unit.buffers[b], unit.members[b]
+        gradients.check_kind(one_loss, unit.what)
+        unit.steps.reduce()
         if not (gradients.reduce_gradients and gradients.all_reduce_gradients):
             self.accumulating[unit] = None
-        return gradients.reduce(buffer, members, parameters, indices, cotangents, self.one_loss, self.pending, delay)
+        return gradients.reduce(buffer, members, parameters, indices, cotangents, one_loss, self.pending, delay)
 
-    def close(self, unit: UnitParameters) -> None:
+    def close(self, unit: UnitParameters, one_loss: bool) -> None:
         """End the backward of a unit, and reduce gradients of recomputed forwards."""
         for b, trained, cotangents in unit.close(self.recomputes):
-            self.reduce(unit, b, unit.places.parameters(), trained, cotangents)
+            self.reduce(unit, b, unit.places.parameters(), trained, cotangents, one_loss)
 
     def reduce_accumulated(self) -> None:
         """Start to reduce accumulated gradients, including those of units that this step does not call."""
+        self.settle()
         for unit in list(self.accumulating) if self.owes_gradients else ():
             for b, (buffer, members) in enumerate(zip(unit.buffers, unit.members, strict=True)):
                 found = unit.gradients.accumulated(buffer, members)
                 if found:
-                    self.reduce(unit, b, unit.places.parameters(), found, [None] * len(found))
+                    nothing = [None] * len(found)
+                    self.reduce(unit, b, unit.places.parameters(), found, nothing, unit.gradients.one_loss)
             if not unit.gradients.has_accumulated:
                 del self.accumulating[unit]
 
@@ -341,60 +380,3 @@ class Model:
             if ends[at] not in is_open:
                 self.prefetch((ends[at],), True)
                 return
-
-
-class BackwardPass:
-    """One backward pass over a model, and the units that are unsharded in it.
-
-    Attributes:
-        number: number of the pass among the passes of the model, from 1.
-    """
-
-    def __init__(self, model: Model, number: int) -> None:
-        self._model, self.number = model, number
-        self._open: list[UnitParameters] = []
-        self._held: list[UnitParameters] = []  # unsharded until the pass is over
-
-    def reached(self, unit: UnitParameters, call: Call) -> None:
-        """Unshard ``unit``, because the cotangents of its results have arrived.
-
-        The unit stays open until the pass reaches a unit whose forward did not run inside the forward of ``unit``.
-        """
-        call.reached = self.number
-        if unit in self._open or unit in self._held:
-            return
-        for other in reversed(self._open):
-            if other not in call.within:
-                self._open.remove(other)
-                self._model.close(other)
-        self._open.append(unit)
-        # Free the sent rows of the previous unit, if they are reduced, to make memory for new gradients.
-        if self._model.pending:
-            self._model.pending[-1][0].let_go()
-        unit.open(call, self._model.one_loss)
-        self._model.prefetch_before(unit, self._open)
-
-    def hold(self, unit: UnitParameters, call: Call) -> None:
-        """Unshard ``unit`` until the pass is over."""
-        call.check_unchanged(unit.what)
-        call.reached = self.number
-        if unit not in self._held:
-            self._held.append(unit)
-            unit.open(call, self._model.one_loss)
-
-    def left(self, unit: UnitParameters) -> None:
-        """End the backward of ``unit``, if the unit was called only once."""
-        if self._open and self._open[-1] is unit and self._model.ran_once(unit):
-            self._model.close(self._open.pop())
-
-    def close(self) -> None:
-        """End the pass, and the backward of all units that are still open."""
-        for units in (self._open, self._held):
-            while units:
-                self._model.close(units.pop())
-
-    def abandon(self) -> None:
-        """Discard the state of a failed pass."""
-        for units in (self._open, self._held):
-            while units:
-                units.pop().abandon()

@@ -81,8 +81,8 @@ class FSDPModule:
         """
         unit = unit_of(self)
         if not RUNNING.get():
-            unit.parameters.steps.outside()
-        unit.parameters.start_by_hand()
+            unit.outside()
+        unit.parameters.start_early()
         handle = UnshardHandle(unit)
         if async_op:
             return handle

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from operator import attrgetter, getitem, is_, setitem
 from typing import TYPE_CHECKING, Any
 
-from hyper_parallel.core.data_parallel.call import versions_of
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.observers import CHECKS
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Places", "Slot", "Writes", "counts_of", "found_there"]
 
-_LAYOUT = attrgetter("_layout")
+_LAYOUT, _VERSION = attrgetter("_layout"), attrgetter("_version")
 #: Number of first forwards of a unit that compare values.
 _FIRST = 2
 
@@ -127,6 +126,11 @@ class Places:
         """Return the entry of each slot, or None if it is missing."""
         return [table.get(name) for table, name in zip(self._tables, self._names, strict=True)]
 
+    @property
+    def lost_modules(self) -> bool:
+        """Return whether a module that held a parameter is no more."""
+        return bool(self._gone)
+
     def _check_holders(self) -> None:
         if self._gone:
             raise self._taken([holder() is None for holder in self._holders], [False] * len(self._holders))
@@ -200,6 +204,36 @@ class Places:
         """Raise ValueError if other code has replaced a tensor from `put`."""
         self.check_there(self._shown)
 
+    def keep_exchanged(self, addresses: Sequence[int], inner: Sequence[Layout | None]) -> bool:
+        """Copy values to parameters whose tensors from `put` got other memory, by ``p.data = x`` or ``p.set_(x)``.
+        Return whether there were any. Interception is off.
+
+        Args:
+            addresses: `Platform.addresses` of these tensors after `put`.
+            inner: for each parameter, its tensor-parallel layout, or None.
+
+        Raises:
+            ValueError: if other code has replaced a tensor from `put`, or has changed its shape, dtype or placements.
+        """
+        self.check_shown()
+        platform, now, parameters = self._platform, self._platform.addresses(self._shown), self.parameters()
+        if now == addresses:
+            return False
+        for slot in self._described:
+            x, p = self._shown[slot.index], parameters[slot.index]
+            other = getattr(x, "_layout", None) not in (None, inner[slot.index] or p._layout)
+            if other or platform.shape_of(x) != platform.shape_of(p) or x.dtype != p.dtype:
+                raise ValueError(
+                    f"{self._what}: its forward has given the parameter {slot} of shape {tuple(p.shape)} and dtype "
+                    f"{p.dtype} values of another shape, dtype or placement: write values like the old ones"
+                )
+        with platform.no_grad():
+            for x, p, before, after in zip(self._shown, parameters, addresses, now, strict=True):
+                if before != after:
+                    # The framework does not count such a write. The new memory may overlap the old.
+                    platform.write(platform.counted_apart(platform.detach(p)), platform.clone(platform.detach(x)))
+        return True
+
     def take_back(self, before: Any) -> None:
         """Let modules find the tensors that were in place before a `put`."""
         found: Any = self._shards if before[0] is None else before[1]
@@ -239,6 +273,7 @@ class Writes:
     def __init__(self, facts: UnitFacts, what: str) -> None:
         self._facts, self._platform, self._what = facts, facts.mesh.platform, what
         self._forwards = 0
+        self._again: tuple[Sequence[Any], Sequence[int], dict[int, bytes]] = (), (), {}  # recorded by `begin_again`
         self._uncounted: set[int] = set()  # indices of parameters with uncounted writes
 
     def arrive(
@@ -257,24 +292,36 @@ class Writes:
             parameters: the shards.
             buffers, members: buffers of the unit, and the indices of their parameters.
         """
-        self._forwards += 1
+        again, uncounted = wholes is self._again[0], self._uncounted
+        if again:  # another forward may have left these tensors behind
+            uncounted = {i for i, before in self._again[2].items() if self._bytes(wholes[i]) != before}
+        self._forwards += not again
         counted = counts_of(wholes)
-        looks = (self._forwards <= _FIRST or bool(CHECKS)) and self._platform.needs_values
-        if counted == versions and not looks and not self._uncounted:
+        looks = not again and (self._forwards <= _FIRST or bool(CHECKS)) and self._platform.needs_values
+        if counted == versions and not looks and not uncounted:
             return False
         written = False
         with self._platform.no_grad():
             for buffer, indices in zip(buffers, members, strict=True):
                 for place, i in enumerate(indices):
                     is_counted = counted[i] != versions[i]
-                    if (is_counted or looks or i in self._uncounted) and self._take(
-                        buffer, place, wholes[i], parameters[i]
-                    ):
+                    if (is_counted or looks or i in uncounted) and self._take(buffer, place, wholes[i], parameters[i]):
                         written = True
                         if not is_counted:
                             self._uncounted.add(i)
             if CHECKS and looks:
                 self._compare(wholes)
+        return written
+
+    def begin_again(self, wholes: Sequence[Any]) -> None:
+        """Record the unsharded parameters that a backward has put in place, for forwards that it recomputes."""
+        with self._platform.no_dispatch():
+            self._again = wholes, counts_of(wholes), {i: self._bytes(wholes[i]) for i in self._uncounted}
+
+    def arrive_again(self, *of_unit: Any) -> bool:
+        """Do what `arrive` does, with its last arguments, at the end of a backward. Forwards were recomputed there."""
+        with self._platform.no_dispatch():
+            written, self._again = self.arrive(*self._again[:2], *of_unit), ((), (), {})
         return written
 
     def _take(self, buffer: FlatBuffer, place: int, whole: Any, parameter: Any) -> bool:
@@ -294,12 +341,14 @@ class Writes:
         platform.write(shard, self._facts.stored(part))
         return True
 
+    def _bytes(self, whole: Any) -> bytes:
+        return self._platform.bytes_of(self._platform.clone(self._platform.detach(whole)))
+
     def _compare(self, wholes: Sequence[Any]) -> None:
         """Make ranks compare the unsharded parameters: gathered values, and values that the ranks have written."""
-        platform, mesh = self._platform, self._facts.mesh
-        facts = {}
+        mesh, facts = self._facts.mesh, {}
         for slot in self._facts.slots:
-            values = platform.bytes_of(platform.clone(platform.detach(wholes[slot.index])))
+            values = self._bytes(wholes[slot.index])
             facts[f"the values written to {slot}"] = f"digest {hashlib.sha256(values).hexdigest()[:12]}"
         for mesh_dim in range(mesh.ndim):
             if mesh.shape[mesh_dim] > 1:
@@ -315,7 +364,7 @@ class Writes:
 def counts_of(wholes: Sequence[Any]) -> list[int]:
     """Return the counted writes to each tensor."""
     try:
-        return versions_of(wholes)
+        return list(map(_VERSION, wholes))
     except RuntimeError:  # torch's inference mode counts nothing
         return [0] * len(wholes)
 

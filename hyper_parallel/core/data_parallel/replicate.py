@@ -16,6 +16,7 @@ import numpy as np
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.replicated_unit import Options, ReplicatedUnit
 from hyper_parallel.core.data_parallel.unit import is_unit
+from hyper_parallel.core.data_parallel.unit_facts import CHECKED, refuse_added
 from hyper_parallel.core.dtensor.announcing import announce
 from hyper_parallel.core.dtensor.tensor import DTensor, bind_platform
 from hyper_parallel.core.dtensor.undistributed import broadcast_tensors
@@ -23,6 +24,7 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, current_mesh, init_device_mesh, resolve_mesh
+from hyper_parallel.core.observers import CHECKS
 from hyper_parallel.core.operations.operands import refuse_foreign
 from hyper_parallel.core.tensor_parallel.styles.experts import has_its_gradients
 from hyper_parallel.platform import Platform
@@ -34,6 +36,8 @@ __all__ = ["ReplicatedModule", "replicate"]
 _MARK = "_replicated"
 #: Attribute of a module: the `ReplicatedUnit` that it belongs to; None before the first call, also in a copy.
 _UNIT = "_replicated_unit"
+#: Attribute of a module that `replicate` has left as it is.
+_LEFT = "_not_replicated"
 
 
 class ReplicatedModule:
@@ -134,7 +138,8 @@ def replicate(
             another rank, a mesh that is not 1-D and a ``bucket_cap_mb`` that is not positive. Also for a parameter
             without values, a parameter that is under `replicate` or `fully_shard` already, and a parameter that is
             tensor parallel on a mesh with another root. When the module is called, before communication, for plain
-            tensors and DTensors at once.
+            tensors and DTensors at once, and for a trained parameter that was added. At the end of a forward that has
+            replaced a parameter.
         RuntimeError: when a compiler traces the module's call, as `torch.export` does; for gradients of gradients of
             parameters.
 
@@ -167,11 +172,12 @@ def replicate(
     mesh.require_member("replicate")
     _check_devices(device_ids, platform)
     ignored = {id(m) for top in ignored_modules or () for _, m in platform.named_modules(top)}
-    modules = [
-        (path, m)
-        for path, m in platform.named_modules(module)
-        if id(m) not in ignored and not has_its_gradients(m, mesh, "replicate")
-    ]
+    modules, left = [], []
+    for path, m in platform.named_modules(module):
+        if id(m) in ignored or has_its_gradients(m, mesh, "replicate"):
+            left.append(m)
+        else:
+            modules.append((path, m))
     layouts: dict[int, tuple[Layout, Layout | None]] = {}
     tensors: dict[int, Any] = {}
     marks = []
@@ -199,6 +205,8 @@ def replicate(
             if getattr(p, "_layout", None) is not layout:
                 platform.set_distributed_parameter(m, name, _local(p, platform), layout)
         _apply(m, _Mark(options, its_layouts))
+    for m in left:
+        object.__setattr__(m, _LEFT, True)
     announce("replicate", module, mesh)
     return module
 
@@ -271,6 +279,8 @@ def _entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) 
             if module is not unit.module:  # a submodule, which is called directly
                 whole, unit = unit, unit.parts.get(id(module)) or vars(module)[_MARK].unit(module, unit)
                 whole.parts[id(module)] = unit
+            if CHECKS or unit.checked < CHECKED:
+                _look_for_added(unit)
             return unit.run(forward, args, kwargs)
         if shared.call is not None and not requires_grad(shared.call.anchors[0]):
             # Backward may be recomputing this forward, so no bucket counts as complete until the end.
@@ -278,6 +288,18 @@ def _entered(forward: Callable[..., Any], requires_grad: Callable[[Any], bool]) 
         return forward(module, *args, **kwargs)
 
     return run
+
+
+def _look_for_added(unit: ReplicatedUnit) -> None:
+    """Raise ValueError if a trained parameter was added below the module of a unit after `replicate`."""
+    new = (
+        (f"{path}.{name}" if path else name, p)
+        for path, holder in unit.platform.named_modules(unit.module)
+        if _LEFT not in vars(holder)
+        for name, p in unit.platform.named_parameters(holder)
+        if _MARK not in vars(holder) or name not in vars(holder)[_MARK].layouts
+    )
+    unit.checked += refuse_added(new, unit.mesh, unit.what, "replicate", "ignored_modules")
 
 
 def _layouts(p: Any, what: str, mesh: DeviceMesh) -> tuple[Layout, Layout | None]:

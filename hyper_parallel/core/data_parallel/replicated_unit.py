@@ -16,12 +16,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.redistribute import partial_key
 from hyper_parallel.core.data_parallel.batches import is_distributed, summed_over
 from hyper_parallel.core.data_parallel.call import RecordedCall
 from hyper_parallel.core.data_parallel.gradients import Gradients
-from hyper_parallel.core.data_parallel.hooks import Results, refuse_compiling, refuse_second_order
+from hyper_parallel.core.data_parallel.hooks import (
+    REPLICATED_FUNCTIONS,
+    Results,
+    refuse_compiling,
+    refuse_second_order,
+)
 from hyper_parallel.core.data_parallel.places import Places, Slot
 from hyper_parallel.core.data_parallel.reduction import Buckets, Reduction
 from hyper_parallel.core.dtensor.tensor import DTensor
@@ -30,7 +34,6 @@ from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 from hyper_parallel.core.trees import tensors_in
 from hyper_parallel.platform.contract import NOTHING_FASTER
-from hyper_parallel.platform.contract.autograd import named
 
 __all__ = ["Options", "ReplicatedUnit"]
 
@@ -79,6 +82,7 @@ class ReplicatedUnit:
     Attributes:
         module, options, shared: the arguments. Without ``shared``, a new state is created.
         parts: id of a submodule that was called directly -> its unit.
+        checked: number of calls that have looked for parameters that were added later.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class ReplicatedUnit:
         self.platform, self.inner = options.mesh.platform, inner
         self.shared, self._is_part = shared or _Shared(self.mesh), shared is not None
         self.parts: dict[int, ReplicatedUnit] = {}
+        self.checked = 0
         self.what = f"{type(module).__name__} under replicate"
         self._places = Places(self.platform, [module], slots, self.what, "replicate")
         #: The meshes on which tensor-parallel styles have placed parameters.
@@ -125,8 +130,13 @@ class ReplicatedUnit:
             with summed_over(self.mesh if one_loss else None, self._beside):
                 platform.stand_for(tensors, known.parameters)
                 before = self._places.put(tensors, known.parameters)
+                with platform.no_dispatch():
+                    addresses = platform.addresses(tensors)
                 try:
                     output = forward(self.module, *args, **kwargs)
+                    with platform.no_dispatch():
+                        if self._places.keep_exchanged(addresses, self.inner):
+                            self._last = None  # its views have the other memory
                 finally:
                     self._places.take_back(before)
             # In a distributed batch all ranks use the same parameters, and backward reaches the root through these. But
@@ -184,7 +194,7 @@ class ReplicatedUnit:
     def _views(self, call: _Call, known: Buckets, one_loss: bool) -> tuple[Sequence[Any], list[Any], list[Any]]:
         """Return the token of a call, views of the trained parameters for backward, and the tensors that modules
         read."""
-        (give, read), soon = _FUNCTIONS[self.platform], (self.platform.fast or NOTHING_FASTER).run_soon
+        (give, read), soon = REPLICATED_FUNCTIONS[self.platform], (self.platform.fast or NOTHING_FASTER).run_soon
         trained = [known.parameters[i] for i in known.trained]
         anchors: Sequence[Any] = ()
         for members, zero in known.roots:
@@ -362,38 +372,3 @@ class _Call(RecordedCall):
 
 def _nothing() -> None:
     """Return None. An unpickled module has this function's result in place of its unit."""
-
-
-def _give(ctx: Any, static: tuple[_Call, Sequence[int], Any], *parameters: Any) -> Sequence[Any]:
-    ctx.call, ctx.members, ctx.zero = static
-    ctx.count = len(parameters)
-    return [ctx.zero]
-
-
-def _give_backward(ctx: Any, cotangent: Any) -> Sequence[Any]:
-    found = ctx.call.take(ctx.members)
-    return [ctx.zero] * (ctx.count - len(found)) + found
-
-
-def _read(ctx: Any, static: tuple[_Call, int, Sequence[Any]], token: Any) -> Sequence[Any]:
-    ctx.call, ctx.bucket, parameters = static
-    ctx.zero = ctx.call.known.mesh.platform.detach(token)
-    return parameters
-
-
-def _read_backward(ctx: Any, *cotangents: Any) -> Sequence[Any]:
-    ctx.call.collect(ctx.bucket, cotangents)
-    return [ctx.zero]
-
-
-#: Platform -> (give, read). ``give((call, members, zero), *parameters)``, the root for one dtype, returns a token. A
-#: root for another dtype takes that token as a further operand. ``read((call, number of the bucket, its parameters),
-#: token)`` returns plain tensors with the data of the parameters.
-_FUNCTIONS: Table = Table(
-    lambda platform: (
-        platform.joint_function(named("ReplicateGive", _give), _give_backward),
-        platform.joint_function(named("ReplicateRead", _read), _read_backward),
-    ),
-    1 << 4,
-    "functions of replicate",
-)

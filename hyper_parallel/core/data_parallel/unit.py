@@ -80,7 +80,7 @@ class Unit:
                     f"{self.what}: set_manual_backward_finalization must be called on the outermost module"
                 )
         elif self.model is None:
-            self.model = Model(parameters, module)
+            self._make_model(module)
         model = self.model
         policy = parameters.facts.mp_policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
@@ -89,7 +89,7 @@ class Unit:
         inputs = [x for x in args if type(x) is plain]
         if kwargs or len(inputs) < len(args):
             inputs = tensors_in((args, kwargs), platform)
-        self._check_batch(inputs, not running and not again)
+        self._check_batch(inputs, not running, again)
         parameters.places.check_recompute()
         if LISTENERS:
             parameters.scope = current_module()
@@ -107,14 +107,28 @@ class Unit:
         finally:
             RUNNING.reset(token)
 
-    def _check_batch(self, inputs: Sequence[Any], decides: bool) -> None:
-        """Determine in the outermost unit whether the batch is distributed, and check that the other units agree."""
-        model = self.model
+    def _make_model(self, module: Any) -> None:
+        """Create the model of all units below ``module``. Some may have been called alone before. Others may not run in
+        this forward."""
+        self.model = model = Model(self.parameters, module)
+        for below in [m for _, m in self.platform.named_modules(module) if is_unit(m)]:
+            unit = unit_of(below)
+            before, unit.model = unit.model, model
+            if before is not None and before is not model and before.outermost() is unit.parameters:
+                model.take_over(before)
+
+    def _check_batch(self, inputs: Sequence[Any], is_first: bool, again: bool) -> None:
+        """Determine in the first unit that runs whether the batch is distributed, and check that the others agree."""
+        model, has_parameters = self.model, bool(self.parameters.facts.slots)
         distributed = is_distributed(inputs, self.parameters.facts.mesh, self.what)
-        if decides:
+        if not is_first:
+            if has_parameters and distributed is not None and distributed is not model.one_loss:
+                raise mixed_batch(self.what, distributed)
+        elif again and not (has_parameters and distributed is not None):
+            # Backward recomputes a part without inputs that decide. The part belongs to a call that backward reached.
+            model.one_loss = model.reached_one_loss(bool(distributed))
+        else:
             model.one_loss = bool(distributed)
-        elif self.parameters.facts.slots and distributed is not None and distributed is not model.one_loss:
-            raise mixed_batch(self.what, distributed)
 
     def _run(
         self,
@@ -134,7 +148,8 @@ class Unit:
             if within or again or not model.owes_gradients:
                 return output
             # Accumulated gradients wait for the next backward, even if that backward reaches no parameters.
-            return self._results.opening(output, Call([], [], True, within), model.one_loss)
+            call = Call([], [], True, within, model.one_loss)
+            return self._results.opening(output, call, call.one_loss)
         with platform.no_dispatch():
             parameters = unit.shards()
             trained, one = unit.trained(parameters)
@@ -142,8 +157,8 @@ class Unit:
             recorded = asked or any(map(platform.requires_grad, inputs))
             if recorded:
                 model.check_kind(self.what)
-            call = Call(parameters, trained, recorded, within)
-            first, shared = True, unit.group.call_of(module, asked, again)
+            call = Call(parameters, trained, recorded, within, model.one_loss)
+            first, shared = True, unit.group.call_of(module, call, asked, again)
             if shared is not None:
                 first, (call, wholes) = False, shared
             else:
@@ -160,7 +175,7 @@ class Unit:
         try:
             unit.show(wholes, parameters)
             if recorded and unit.is_freed:
-                tells = asked and first and not again and not unit.runs_in_order(call)
+                tells = asked and first and not again and not call.runs_in_order(platform)
                 args, kwargs = self._inputs.arguments(args, kwargs, inputs, call, tells)
             try:
                 if first and not again:
@@ -172,7 +187,7 @@ class Unit:
             del wholes
             if not again and (recorded or any(trained)):
                 model.left(unit, not first)
-            return self._results.opening(output, call, model.one_loss) if recorded else output
+            return self._results.opening(output, call, call.one_loss) if recorded else output
         finally:
             if first and recorded:
                 model.recorded(unit, call)
@@ -200,7 +215,7 @@ class Unit:
         if asked and self.parameters.facts.mesh.size() > 1:
             call.anchors = [found[indices[0]] for indices in call.trained if indices]
         found = [self.platform.as_parameter(x, in_buffer=True) for x in found]
-        return self.parameters.as_read(found, call.unsummed, self.model.one_loss)
+        return self.parameters.as_read(found, call.unsummed, call.one_loss)
 
     # ---------------------------------------------------------------------- hooks of autograd
     def _views_forward(self, ctx: Any, static: Any, *shards: Any) -> Sequence[Any]:
@@ -219,7 +234,14 @@ class Unit:
             given = unit.with_leaves(trained, given)
         model.one_less_awaited(unit)
         delay = (platform.fast or NOTHING_FASTER).can_delay_gradient(*chosen(call.parameters, trained))
-        return model.reduce(unit, b, call.parameters, trained, given, delay)
+        return model.reduce(unit, b, call.parameters, trained, given, call.one_loss, delay)
+
+    # ---------------------------------------------------------------------- between steps
+    def outside(self) -> None:
+        """Prepare for a gather that the program starts by hand, outside of a forward."""
+        self.parameters.steps.outside()
+        if self.model is not None:
+            self.model.settle()
 
     # ---------------------------------------------------------------------- memory
     def memory(self) -> list[Any]:

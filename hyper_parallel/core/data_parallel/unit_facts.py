@@ -1,14 +1,18 @@
-"""Facts that `fully_shard` found about a module. Copies of the module share these facts, which never change."""
+"""Facts that `fully_shard` found about a module, and checks of its parameters. Copies of the module share these facts,
+which never change."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
 
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from hyper_parallel.core.data_parallel.places import Slot
 from hyper_parallel.core.data_parallel.reduction import Block
+from hyper_parallel.core.dtensor.undistributed import held_tensors
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
@@ -16,7 +20,10 @@ from hyper_parallel.core.mesh.device_mesh import DeviceMesh
 if TYPE_CHECKING:
     from hyper_parallel.core.data_parallel.unit_parameters import UnitParameters
 
-__all__ = ["UnitFacts", "Settings"]
+__all__ = ["CHECKED", "Settings", "UnitFacts", "check_memory", "refuse_added"]
+
+#: Number of first recorded calls of a module that look for added parameters. A first forward may make parameters.
+CHECKED = 2
 
 
 class UnitFacts:
@@ -32,6 +39,7 @@ class UnitFacts:
         fewer: mesh whose last dimension has the number of ranks to reshard over after forward; None without such a
             number.
         keeps_dtype: for each parameter, whether it is gathered in its own dtype, whatever ``mp_policy`` says.
+        known: paths and names of all parameters that were there, including ignored ones.
     """
 
     def __init__(
@@ -46,8 +54,10 @@ class UnitFacts:
         offload_policy: OffloadPolicy,
         fewer: DeviceMesh | None = None,
         keeps_dtype: Sequence[bool] = (),
+        left: Iterable[tuple[str, str]] = (),
     ) -> None:
         self.mesh, self.slots, self.inner = mesh, tuple(slots), tuple(inner)
+        self.known = {*left, *((slot.path, slot.name) for slot in self.slots)}
         #: Index and layout of each parameter that is read as a DTensor, and whether its layout replicates over some
         #: mesh dimension.
         self.distributed = [
@@ -119,6 +129,7 @@ class Settings:
         forward_prefetch, backward_prefetch: units to prefetch, in place of the unit that comes next.
         finalized_by_hand: whether the user finalizes backward by a call. Only the outermost unit reads it.
         post_optim_event: event that the next forward waits for, or None.
+        checked: id of a module -> number of its calls that have looked for added parameters.
     """
 
     def __init__(self, facts: UnitFacts) -> None:
@@ -128,3 +139,81 @@ class Settings:
         self.forward_prefetch: Sequence[UnitParameters] = ()
         self.backward_prefetch: Sequence[UnitParameters] = ()
         self.post_optim_event: Any = None
+        self.checked: dict[int, int] = {}
+
+
+def refuse_added(
+    parameters: Iterable[tuple[str, Any]], mesh: DeviceMesh, what: str, applied: str, ignored: str
+) -> bool:
+    """Raise ValueError if a trained parameter was added later, because nothing reduces its gradients over ``mesh``.
+
+    Args:
+        parameters: names and values of parameters that were not there.
+        mesh: data-parallel mesh.
+        what: name of the unit in messages.
+        applied: name of the function that created the unit.
+        ignored: the keyword of this function that leaves out parameters.
+
+    Returns:
+        Whether no such parameter was found. Without gradients one does no harm.
+    """
+    platform, added = mesh.platform, []
+    for name, p in parameters:
+        layout = getattr(p, "_layout", None)
+        is_local = platform.foreign_tensor(p) is None if layout is None else mesh.is_beside(layout.mesh)
+        if is_local and p.requires_grad:
+            added.append((name, platform.requires_grad(p)))
+    for name, is_recorded in added:
+        if is_recorded:
+            raise ValueError(
+                f"{what}: the parameter {name!r} was added after {applied}, so that its gradient would stay different "
+                f"on each rank: add parameters before {applied}, exclude them with {ignored}, or freeze them"
+            )
+    return not added
+
+
+def check_memory(modules: Sequence[Any], parameters: Sequence[Any], platform: Any) -> None:
+    """Raise ValueError if a trained parameter shares memory with another tensor of the modules.
+
+    Each shard has its own memory, so that the two tensors would no longer change together.
+
+    Args:
+        modules: the modules of the unit.
+        parameters: the parameters that `fully_shard` is about to shard.
+    """
+    if not platform.needs_values:
+        return
+    ours, found, seen = {id(p) for p in parameters}, [], set()
+    with platform.no_dispatch(), platform.no_grad():
+        for module in modules:
+            for kind, path, x in held_tensors(module, platform):
+                if id(x) in seen or not platform.has_values(x) or 0 in platform.shape_of(x):
+                    continue
+                seen.add(id(x))
+                span = platform.span(platform.detach(x))
+                if span is not None:
+                    of = f"the {kind} {path!r} of {type(module).__name__}"
+                    found.append((span, id(x) in ours, kind == "parameter" and x.requires_grad, of, x))
+        found.sort(key=lambda entry: entry[0])
+        before: list[Any] = []  # tensors whose memory may reach into that of the next one
+        for entry in found:
+            (device, begin, _), is_ours, is_trained, of, x = entry
+            before = [other for other in before if other[0][0] == device and other[0][2] > begin]
+            for _, other_is_ours, other_is_trained, other, y in before:
+                if (is_ours or other_is_ours) and (is_trained or other_is_trained) and _share_elements(x, y, platform):
+                    raise ValueError(
+                        f"fully_shard: {other} and {of} are two tensors that share memory. Sharding would part them: "
+                        "give both modules the same Parameter object, and read the parameter in place of a buffer"
+                    )
+            before.append(entry)
+
+
+def _share_elements(x: Any, y: Any, platform: Any) -> bool:
+    """Return whether two tensors, whose memory overlaps, have the address of an element in common. Columns of one
+    matrix have none."""
+    addresses = []
+    for one in map(platform.detach, (x, y)):
+        steps = zip(platform.shape_of(one), platform.strides(one), strict=True)
+        grids = np.ix_(*[np.arange(n) * stride * one.itemsize for n, stride in steps])
+        addresses.append(platform.span(one)[1] + sum(grids, np.zeros((), np.int64)).reshape(-1))
+    return bool(np.intersect1d(*addresses).size)

@@ -14,14 +14,13 @@ from typing import Any
 from hyper_parallel.core.communication.recorder import LISTENERS, current_module, run_in_module
 from hyper_parallel.core.data_parallel.agreement import Steps
 from hyper_parallel.core.data_parallel.batches import whole_for_all
-from hyper_parallel.core.data_parallel.call import Call, Leaves, ModuleGroup, chosen, versions_of
+from hyper_parallel.core.data_parallel.call import Call, Leaves, ModuleGroup, chosen, writes_to
 from hyper_parallel.core.data_parallel.flat_buffer import FlatBuffer
 from hyper_parallel.core.data_parallel.gradients import Gradients, leave_unsummed, with_summed
 from hyper_parallel.core.data_parallel.places import Places, Writes, counts_of
 from hyper_parallel.core.data_parallel.reduction import CustomCollectives
 from hyper_parallel.core.data_parallel.unit_facts import Settings, UnitFacts
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
-from hyper_parallel.platform.contract import NOTHING_FASTER
 
 __all__ = ["UnitParameters"]
 
@@ -65,9 +64,11 @@ class UnitParameters:
         self._trained: tuple[list[list[int]], int | None] = [], None
         #: For each buffer, its flat storage of unsharded parameters; None while the unit is sharded.
         self._values: list[Any] | None = None
-        self._whole_at: Any = None  # versions of the shards of parameters that stay unsharded until `reshard`
+        self._whole_at: Any = None  # `writes_to` the shards of parameters that stay unsharded until `reshard`
+        self._is_stale = False  # whether `_values` lack values that a forward wrote, because these are elsewhere
         self._pending = False  # whether an all-gather is pending
         self._sent: Any = None  # the shards of the pending all-gather
+        self._sent_at: Any = None  # `writes_to` them when it started, if a forward or `unshard` will take it
         self._read: list[Any] | None = None  # the shards that the last forward gathered
         self._shown: list[Any] = []  # the unsharded parameters that modules find since `unshard`
         self._put: list[Any] = []  # arguments of `Places.take_back`, innermost last
@@ -79,9 +80,11 @@ class UnitParameters:
 
     def shards(self) -> list[Any]:
         """Return the parameters and create the buffers; while an all-gather is pending, return the shards that it
-        sends."""
+        sends. A stale one is discarded: the program wrote to the shards after it had started."""
         if self._pending and self._sent is not None:
-            return self._sent
+            if self._sent_at is None or self._sent_at == writes_to(self._sent):
+                return self._sent
+            self.drop()
         parameters = self.places.parameters()
         dtypes = [*map(self._platform.dtype_of, parameters)]
         if self._dtypes != dtypes:
@@ -149,30 +152,18 @@ class UnitParameters:
         with self._platform.no_dispatch():
             written = self._writes.arrive(wholes, versions, call.parameters, self.buffers, self.members)
             if written:
-                call.versions = versions_of(call.parameters)
-                if self._whole_at is not None:
-                    self._whole_at = call.versions
-            if self._whole_at is None or self._values is None or self._platform.counts_writes:
-                return
-            if written or counts_of(wholes) != versions:
-                self._follow(wholes, self._values)
+                call.versions = writes_to(call.parameters)
+                self._whole_at = self._whole_at and call.versions
+            stays = self._whole_at is not None or not self.settings.reshard_after_backward
+            if stays and self._values is not None and self._left_storage(wholes, written, versions):
+                self._is_stale, self._whole_at = True, None
+                self.take_over()
 
-    def _follow(self, wholes: Sequence[Any], before: Sequence[Any]) -> None:
-        """Copy values that a forward has written to parameters which stay unsharded until `reshard`.
-
-        With a backend that does not count writes, the new values may be outside of the memory of the parameters.
-
-        Args:
-            wholes: the unsharded parameters that modules have read.
-            before: the gathered storage of each buffer.
-        """
-        platform = self._platform
-        with platform.no_grad():
-            found = [platform.detach(whole) for whole in wholes]
-            stored = zip(self.buffers, self.members, before, strict=True)
-            self._values = [buffer.joined(values, chosen(found, members)) for buffer, members, values in stored]
-            for shown, whole in zip(self._shown, found, strict=False):
-                platform.write(shown, whole)
+    def _left_storage(self, wholes: Sequence[Any], written: bool, versions: Sequence[int]) -> bool:
+        """Return whether a forward has written values outside of the storage of the unsharded parameters."""
+        if not self._platform.counts_writes:
+            return written or counts_of(wholes) != versions
+        return not all(0 in self._platform.shape_of(whole) or self.frees(whole) for whole in wholes)
 
     def hide(self) -> None:
         """Let modules find the tensors that were in place before `show`."""
@@ -182,7 +173,7 @@ class UnitParameters:
 
     def stay_whole(self) -> None:
         """Keep the parameters unsharded until `reshard`."""
-        self._whole_at = versions_of(self.places.parameters())
+        self._whole_at = writes_to(self.places.parameters())
 
     def check_stale(self, shards: Sequence[Any]) -> None:
         """Raise RuntimeError if unsharded parameters are stale because the shards have changed."""
@@ -192,7 +183,7 @@ class UnitParameters:
             )
 
     def _is_current(self, shards: Sequence[Any]) -> bool:
-        if self._whole_at != versions_of(shards):
+        if self._whole_at != writes_to(shards):
             return False
         if self._platform.counts_writes or self._values is None:
             return True
@@ -201,11 +192,19 @@ class UnitParameters:
             return all(buffer.is_current(values, chosen(shards, members)) for buffer, members, values in pairs)
 
     # ---------------------------------------------------------------------- whole and sharded
-    def start_by_hand(self) -> None:
-        """Start the all-gather, unless a forward or backward of the unit is running. Parameters are unsharded there
-        already. Values gathered before the end of a forward would also lack the values that it writes."""
-        if not self._put:
-            self.start()
+    def start_early(self) -> bool:
+        """Start the all-gather for a later forward or `unshard`, unless a forward or backward of the unit is running.
+
+        Parameters are unsharded there already. Values gathered before the end of a forward would also lack the values
+        that it writes.
+
+        Returns:
+            Whether the all-gather was started.
+        """
+        if self._put or not self.start():
+            return False
+        self._sent_at = writes_to(self._sent)
+        return True
 
     def start(self, parameters: list[Any] | None = None, again: bool = False) -> bool:
         """Start the all-gather; return False if there is nothing to do.
@@ -223,7 +222,7 @@ class UnitParameters:
             if parameters is None:
                 parameters = self._read if again else self.shards()
             given: Any = parameters
-            self._sent = self._read = given
+            self._sent, self._sent_at, self._read = given, None, given
             if LISTENERS:
                 scope = current_module() if self.scope is None else self.scope
                 run_in_module(scope, lambda: self._begin(given, again))
@@ -257,7 +256,7 @@ class UnitParameters:
             self.places.check_there(parameters)
             self.check_stale(parameters)
             values = self.gather(self.is_freed, parameters)
-            self._values, self._whole_at = values, versions_of(parameters)
+            self._values, self._whole_at = values, writes_to(parameters)
             wholes = self._views(values)
             for i, layout, _ in self.facts.distributed:
                 wholes[i] = platform.wrap(wholes[i], layout)
@@ -285,7 +284,7 @@ class UnitParameters:
         self.start(parameters)
         self._pending, self._sent = False, None
         found = [b.take(keep) for b in self.buffers]
-        self._values = found if keep else values
+        self._values, self._is_stale = found if keep else values, self._is_stale and not keep
         return found
 
     def shrink(self, mesh: DeviceMesh) -> None:
@@ -322,22 +321,17 @@ class UnitParameters:
         """Return whether backward unshards the parameters."""
         return self.is_freed and bool(self.facts.slots) and self.settings.whole_in_backward
 
-    def runs_in_order(self, call: Call) -> bool:
-        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
-        all_trained = sum(map(len, call.trained)) == len(call.parameters)
-        return all_trained and (self._platform.fast or NOTHING_FASTER).backward_in_order
-
     def open(self, call: Call, one_loss: bool) -> None:
         """Start the backward: gather the parameters, for saved tensors and for recomputed forwards."""
         if not self.reopens:
             return
-        self._open += 1
-        if self._open > 1:
+        if self._open:
+            self._open += 1
             return
         if self._values is None:
             self.start(again=True)
             self.gather(True)
-        self._awaited = sum(map(bool, call.trained)) + (not self.runs_in_order(call))
+        self._awaited = sum(map(bool, call.trained)) + (not call.runs_in_order(self._platform))
         if self._leaves is None or self._leaves_of is not self.buffers or self._leaves.trained != call.trained:
             found = self._views([buffer.whole for buffer in self.buffers])
             self._leaves = Leaves(self.as_read(found, self._unsummed, False), call.trained)
@@ -347,6 +341,8 @@ class UnitParameters:
             with self._platform.no_dispatch(), self._platform.with_grad():
                 leaves = self.as_read(list(leaves), self._unsummed, True)
         self.show(leaves, call.parameters)
+        self._writes.begin_again(leaves)
+        self._open = 1
 
     def is_last_awaited(self) -> bool:
         """Record the arrival of the cotangents of one buffer, or of the input. Return whether they were the last."""
@@ -374,6 +370,8 @@ class UnitParameters:
             self._open = max(self._open - 1, 0)
             return []
         self._awaited = -1
+        if self._writes.arrive_again(self.places.parameters(), self.buffers, self.members):
+            self._leaves_of = None  # a leaf may have other memory now
         self.hide()
         found = []
         for b, trained in enumerate(self._leaves.trained if recomputes and self._leaves is not None else ()):
@@ -382,7 +380,7 @@ class UnitParameters:
                 found.append((b, trained, cotangents))
         self._open = 0
         self.drop_parts()
-        if self.settings.reshard_after_backward:
+        if self.settings.reshard_after_backward or self._is_stale:
             self.take_over()
             self.free()
         else:
@@ -390,8 +388,10 @@ class UnitParameters:
         return found
 
     def abandon(self) -> None:
-        """Discard the state of a failed backward."""
-        if self._open:
+        """Discard the state of a failed backward. One that it was nested in goes on."""
+        if self._open > 1:
+            self._open -= 1
+        elif self._open:
             self._open = 0
             self.hide()
             self._unsummed.clear()

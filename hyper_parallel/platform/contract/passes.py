@@ -34,9 +34,9 @@ class PassRole:
         in a nested pass. Returns None outside, and in a backend that does not know when a pass ends."""
         return None
 
-    def after_backward(self, callback: Callable[[], None]) -> None:
+    def after_backward(self, callback: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
         """Register ``callback()`` for the end of the pass that `backward_pass` identifies, before the caller of that
-        pass continues. It is not called if the pass fails."""
+        pass continues. If the pass fails, ``failed()`` is called instead, before the caller gets the error."""
         raise TypeError(
             f"{type(self).__name__} cannot detect the end of a backward pass: its `backward_pass` returns None"
         )

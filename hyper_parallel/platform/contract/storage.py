@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 __all__ = ["StorageRole"]
@@ -18,6 +19,16 @@ class StorageRole(ABC):
     def same_memory(self, x: Tensor, y: Tensor) -> bool:
         """Return whether ``y``, which is not empty, shares the storage of ``x``. Called with interception off."""
 
+    def addresses(self, xs: Sequence[Tensor]) -> list[int]:
+        """Return the address of the first element of each tensor, any number if it has no memory. Return nothing in a
+        framework in which programs cannot give a tensor other memory. Called with interception off."""
+        return []
+
+    def span(self, x: Tensor) -> tuple[str, int, int] | None:
+        """Return where a plain tensor with values lies: its device, the address of its first byte, and that behind its
+        last. None if that is unknown. Called with interception off."""
+        return None
+
     #: Whether ``_version`` of a tensor counts every write to it, including those of optimizers.
     counts_writes: bool = True
 
@@ -25,6 +36,11 @@ class StorageRole(ABC):
         """Return another tensor with the memory of ``x``, without autograd history. Its ``_version`` counts writes to
         the new tensor, but not writes to ``x``. Called with interception off."""
         return x
+
+    def for_training(self) -> AbstractContextManager:
+        """Return a context manager in which new tensors can take part in training, even if the program runs inference
+        now."""
+        return nullcontext()
 
     def as_parameter(self, x: Tensor, in_buffer: bool = False) -> Tensor:
         """Give ``x``, a new tensor, the writing methods of a parameter, and return it.

@@ -41,6 +41,10 @@ class LocalVerbs:
     def clone(self, x: Tensor) -> Tensor:
         return copied(x)
 
+    def span(self, x: Any) -> tuple[str, int, int]:
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return "", x.data_ptr(), x.data_ptr() + (last + 1) * x.itemsize
+
     def full(self, shape: Sequence[int], value: float, like: Tensor) -> Tensor:
         return _filled(tuple(shape), value, like.dtype)
 

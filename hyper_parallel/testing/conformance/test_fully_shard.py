@@ -152,6 +152,19 @@ def refusals(mesh: Any) -> None:
     for number in (3, 0, -1):
         with fails(ValueError, "reshard_after_forward", "does not divide 2"):
             fully_shard(adapter.linear_module(4, 4), mesh=mesh, reshard_after_forward=number)
+    platform = mesh.platform
+    for trained in (True, False):
+        shares = adapter.linear_module(4, 4)
+        if platform.span(platform.detach(shares.weight)) is None:
+            break
+        shares.register_buffer("seen", platform.detach(shares.weight))
+        if trained:
+            with fails(ValueError, "parameter 'weight'", "buffer 'seen'", "share memory", "the same Parameter object"):
+                fully_shard(shares, mesh=mesh)
+            assert not isinstance(shares.weight, DTensor)
+        else:  # nothing writes to a frozen parameter
+            adapter.freeze(shares, "weight")
+            assert isinstance(fully_shard(shares, mesh=mesh).weight, DTensor)
     mlp = adapter.Mlp(4, 4)
     for modules in ([], [mlp, mlp.up], [mlp.up, mlp.up]):
         with fails(ValueError, "list of distinct modules"):

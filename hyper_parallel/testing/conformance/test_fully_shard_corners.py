@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, MixedPrecisionPolicy, Replicate, distribute_tensor, fully_shard
+from hyper_parallel import (
+    CommDebugMode,
+    DTensor,
+    MixedPrecisionPolicy,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    fully_shard,
+    replicate,
+)
 from hyper_parallel.core.communication import asynchronous
 from hyper_parallel.core.data_parallel.fully_shard import buffers_of
 from hyper_parallel.core.data_parallel.reduction import Block
@@ -20,7 +29,7 @@ from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_errors import fails
-from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, shard_block
+from hyper_parallel.testing.conformance.test_fully_shard_units import ROWS, Trained, block_of, parameters, shard_block
 from hyper_parallel.testing.extent import on_ranks
 
 SIZES = (6, 5)
@@ -126,26 +135,79 @@ def after_a_failure(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def after_an_error(mesh: Any) -> None:
-    """Check an error on all ranks while units are unsharded in backward. The next step is right."""
+    """Check an error on all ranks while units are unsharded in backward: at the input of a unit, and in its gather. The
+    error leaves nothing behind. Another unit is right when it is called alone, and so is the next step."""
     adapter, platform = get_adapter(), mesh.platform
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     trained.step(0)
+    single, sharded = trained.single, trained.sharded
+    (buffer,) = buffers_of(sharded.attention)
+    start, fails_at = buffer.start, ""
 
     def fail(ctx: Any, cotangent: Any) -> Any:
         raise RuntimeError("something else")
 
     failing = platform.autograd_function(lambda ctx, x: platform.detach(x), fail)
 
-    def loss(x: Any) -> Any:
+    def before(module: Any, args: tuple) -> tuple:
         with platform.no_dispatch():
-            x = failing(x)
-        return adapter.sum(adapter.square(adapter.call(trained.sharded, x))), None
+            return (failing(args[0]) if fails_at == "input" else args[0], *args[1:])
 
-    with pytest.raises(RuntimeError, match="something else"):
-        adapter.model_value_and_grads(trained.sharded, loss, np.ones((2, 2, 6), np.float32))
-    trained.sharded.reset_iter_state()
-    trained.step(1)
+    def gather(parameters: Any, again: bool) -> None:
+        if again:
+            fail(None, None)
+        start(parameters, again)
+
+    def loss(x: Any) -> Any:
+        return adapter.sum(adapter.square(adapter.call(sharded, x))), None
+
+    platform.register_forward_pre_hook(sharded.feed_forward, before)
+    x = np.random.default_rng(1).standard_normal((2, 2, 6)).astype(np.float32)
+    for step, fails_at in enumerate(("input", "gather") if platform.frees_storage else ("input",), 1):
+        if fails_at == "gather":
+            buffer.start = gather
+        with pytest.raises(RuntimeError, match="something else"):
+            adapter.model_value_and_grads(sharded, loss, x)
+        buffer.start, here, fails_at = start, fails_at, ""
+        for name, p in parameters(sharded, mesh).items():
+            assert isinstance(p, DTensor), (name, here)
+        trained.step(step)
+        got, wanted = (adapter.call(b.feed_forward, adapter.tensor(x)) for b in (sharded, single))
+        same(adapter.numpy(got), adapter.numpy(wanted), f"unit alone after an error at its {here}", 1e-4)
     trained.check()
+
+
+@spmd.on_mesh()
+def other_batches_between(mesh: Any) -> None:
+    """Check a backward after forwards without gradients of the other kind of batch, distributed or plain."""
+    adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
+    x = np.random.default_rng(1).standard_normal((size * ROWS, 2, 6)).astype(np.float32)
+    mine = x[rank * ROWS : (rank + 1) * ROWS]
+
+    def loss_of(y: Any) -> Any:
+        return adapter.sum(adapter.square(y))
+
+    single, sharded = (adapter.load(block_of((6, 7)), np.random.default_rng(5)) for _ in range(2))
+    shard_block(sharded, mesh)
+    _, _, grads = adapter.model_value_and_grads(single, lambda x: (loss_of(adapter.call(single, x)), None), x)
+
+    def distributed(x: Any) -> Any:
+        y = adapter.call(sharded, distribute_tensor(x, mesh, [Shard(0)], src_data_rank=None))
+        with platform.no_grad():
+            adapter.call(sharded, adapter.tensor(mine))
+            adapter.call(sharded.feed_forward, adapter.tensor(mine))
+        return loss_of(y).redistribute(placements=[Replicate()]), None
+
+    def plain(x: Any) -> Any:
+        y = adapter.call(sharded, x)
+        with platform.no_grad():
+            adapter.call(sharded, distribute_tensor(x, mesh, [Replicate()], src_data_rank=None))
+        return loss_of(y), None
+
+    for function, batch, factor in ((distributed, x, 1), (plain, mine, size)):
+        _, _, got = adapter.model_value_and_grads(sharded, function, batch)
+        for name, g in grads.items():
+            same(adapter.numpy(got[name]) * factor, adapter.numpy(g), f"{function.__name__}: gradient of {name}", 3e-4)
 
 
 @spmd.on_mesh()
@@ -228,11 +290,65 @@ def unused_somewhere(mesh: Any) -> None:
             same(adapter.numpy(got), wanted, f"used by {users}", 1e-4)
 
 
+@spmd.on_mesh()
+def added(mesh: Any) -> None:
+    """Check parameters that are added later: refused where they are trained, at any depth, and right elsewhere."""
+    adapter, platform = get_adapter(), mesh.platform
+    x = np.random.default_rng(1).standard_normal((ROWS, 6)).astype(np.float32)
+
+    def step(module: Any) -> Any:
+        def loss(x: Any) -> Any:
+            y = adapter.call(module, x)
+            return adapter.sum(adapter.square(y)), y
+
+        return adapter.model_value_and_grads(module, loss, x)
+
+    def build(apply: Any, *ignored: str) -> Any:
+        block = adapter.load(block_of((6, 7)), np.random.default_rng(3))
+        leaves_out = [getattr(block.attention, name) for name in ignored]
+        if apply is replicate:
+            return replicate(block, mesh, ignored_modules=leaves_out)
+        keeps = [p for m in leaves_out for _, p in platform.named_parameters(m)]
+        fully_shard(block.attention, mesh=mesh, ignored_params=keeps)
+        return fully_shard(block, mesh=mesh)
+
+    single = adapter.load(block_of((6, 7)), np.random.default_rng(3))
+    x = x.reshape(ROWS, 1, 6)
+    wanted, _, grads = step(single)
+    for apply in (fully_shard, replicate):
+        for called in range(3):
+            for holder in ("attention", "feed_forward", ""):
+                model = build(apply)
+                for _ in range(called if holder == "attention" else 0):
+                    step(model)
+                (getattr(model, holder) if holder else model).more = adapter.linear_module(6, 6)
+                if called == 2 and holder == "attention":
+                    step(model)  # it looks for them in two calls
+                    continue
+                says = rf"more\.weight' was added after {apply.__name__}.*add parameters before {apply.__name__}"
+                with pytest.raises(ValueError, match=says):
+                    step(model)
+        with platform.no_grad():
+            y = adapter.call(model, adapter.tensor(x))
+        same(adapter.numpy(y), adapter.numpy(wanted), "without gradients", 1e-4)
+        for name in ("weight", "bias"):
+            adapter.freeze(model, f"more.{name}")
+        y, _, got = step(model)
+        same(adapter.numpy(y), adapter.numpy(wanted), "with frozen ones", 1e-4)
+        for name in ("attention.wq.weight", "feed_forward.w1.weight"):
+            same(adapter.numpy(got[name]), adapter.numpy(grads[name]), name, 1e-4)
+        for twin in (build(apply, "wq"), copy.deepcopy(build(apply, "wq"))):
+            step(twin)
+            assert isinstance(twin.attention.wk.weight, DTensor) and not isinstance(twin.attention.wq.weight, DTensor)
+
+
 JOBS = (
+    added,
     called_with,
     gathered_for_nothing,
     after_a_failure,
     after_an_error,
+    other_batches_between,
     other_dtype_of_gradients,
     rarely_called,
     unused_somewhere,

@@ -1,7 +1,9 @@
-"""`unshard()` and `reshard()` by hand, at any point of a step: training results do not change."""
+"""`unshard()` and `reshard()` by hand, at any point of a step: training results do not change. Writes of a program to
+parameters that were gathered early arrive."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 from hyper_parallel import DTensor, fully_shard
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
+from hyper_parallel.testing.comparisons import same
 from hyper_parallel.testing.conformance.test_fully_shard_units import Trained, block_of, parameters, shard_block
 from hyper_parallel.testing.extent import everything, on_ranks
 
@@ -97,3 +100,74 @@ def test_as_in_the_tutorial(pool: Any, world_size: int) -> None:
 @on_ranks(1, 2, 3)
 def test_anywhere_in_a_step(pool: Any, world_size: int) -> None:
     pool.run(world_size, by_hand, list(range(40 if everything() else 4)))
+
+
+def replace_data(p: Any) -> None:
+    p.data = p.data * 0.9
+
+
+#: Whether the framework counts writes -> how a program writes to a parameter.
+WAYS: dict[bool, list[Callable[[Any], Any]]] = {
+    True: [lambda p: p.mul_(0.9), replace_data, lambda p: p.data.mul_(0.9)],
+    False: [lambda p: p.set_data(p * 0.9)],
+}
+
+
+@spmd.on_mesh()
+def written_between(mesh: Any) -> None:
+    """Check parameters that a program writes after they were prefetched: between two units, and between two forwards.
+    Some ranks have no elements of some parameters."""
+    adapter, platform = get_adapter(), mesh.platform
+    x = np.random.default_rng(2).standard_normal((2, 2, SIZES[0])).astype(np.float32)
+
+    def compare(what: str, modules: list[Any]) -> None:
+        found = [adapter.numpy(adapter.call(module, adapter.tensor(x))) for module in modules]
+        same(found[1], found[0], what, 1e-4)
+
+    def compare_gradients(what: str, modules: list[Any]) -> None:
+        def loss_of(module: Any) -> Any:
+            def loss(x: Any) -> Any:
+                y = adapter.call(module, x)
+                return adapter.sum(adapter.square(y)), y
+
+            return loss
+
+        wanted, got = (adapter.model_value_and_grads(module, loss_of(module), x) for module in modules)
+        same(adapter.numpy(got[0]), adapter.numpy(wanted[0]), what, 1e-4)
+        for name, gradient in wanted[2].items():
+            same(adapter.numpy(got[2][name]), adapter.numpy(gradient), f"{what}: gradient of {name}", 2e-4)
+
+    for way in WAYS[platform.counts_writes]:
+
+        def write(*modules: Any, way: Any = way) -> None:
+            with platform.no_grad():
+                for module in modules:
+                    for p in parameters(module, mesh).values():
+                        way(p)
+
+        def built(write: Any = write) -> list[Any]:
+            modules = [adapter.load(block_of(SIZES), np.random.default_rng(5)) for _ in range(2)]
+            for module in modules:
+                platform.register_forward_pre_hook(module.feed_forward, lambda module, args: write(module))
+            return modules
+
+        both = built()
+        sharded = shard_block(both[1], mesh)
+        for step in range(3):  # prefetched from the second one on
+            compare_gradients(f"step {step}", both)
+        sharded.attention.set_modules_to_forward_prefetch([sharded.feed_forward])
+        compare("a unit that is called by itself, and prefetches", [m.attention for m in both])
+        write(*both)
+        compare("the next forward", both)
+        sharded.feed_forward.unshard(async_op=True)
+        write(*both)
+        compare("a write after unshard(async_op=True)", both)
+        both = built()
+        fully_shard([both[1].attention, both[1].feed_forward], mesh=mesh)
+        for step in range(2):
+            compare(f"step {step}, a write between two modules of one unit", both)
+
+
+@on_ranks(1, 2, 4)
+def test_writes_after_the_gather(pool: Any, world_size: int) -> None:
+    pool.run(world_size, written_between)

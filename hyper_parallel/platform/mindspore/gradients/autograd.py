@@ -52,8 +52,8 @@ class _Recording:
     backwards = 0
     #: Number of nested functions that run and whose gradients are asked for.
     functions = 0
-    #: Functions to call after each of the running backwards.
-    callbacks: ClassVar[dict[int, list[Callable[[], None]]]] = {}
+    #: Functions to call after each of the running backwards: if it succeeds, and if it fails.
+    callbacks: ClassVar[dict[int, list[tuple[Callable[[], None], Callable[[], None]]]]] = {}
 
     @classmethod
     def forget(cls) -> None:
@@ -142,9 +142,8 @@ def counted_backward(plain: Callable) -> Callable:
         finally:
             callbacks = _Recording.callbacks.pop(_Recording.backwards, ())
             _Recording.backwards -= 1
-            if complete:
-                for callback in callbacks:
-                    callback()
+            for succeeded, failed in callbacks:
+                (succeeded if complete else failed)()
         LocalGradients.mark(result, args[2], args[3])
         if not DelayedGradients.contexts:
             LocalGradients.tell(args[2])
@@ -267,8 +266,8 @@ class AutogradVerbs:
     def backward_pass(self) -> Any:
         return _Recording.backwards or None
 
-    def after_backward(self, callback: Callable[[], None]) -> None:
-        _Recording.callbacks.setdefault(_Recording.backwards, []).append(callback)
+    def after_backward(self, callback: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
+        _Recording.callbacks.setdefault(_Recording.backwards, []).append((callback, failed))
 
     def autograd_function(self, forward: Callable, backward: Callable) -> Callable:
         def run_forward(ctx: Any, x: Any, *static: Any) -> Any:

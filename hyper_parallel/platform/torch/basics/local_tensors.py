@@ -44,6 +44,16 @@ class LocalVerbs(Platform):
         """Return a contiguous copy."""
         return x.clone(memory_format=torch.contiguous_format)
 
+    def addresses(self, xs: Sequence[Tensor]) -> list[int]:
+        """Return the address of the first element of each tensor; see `Platform.addresses`."""
+        return list(map(Tensor.data_ptr, xs))
+
+    def span(self, x: Tensor) -> tuple[str, int, int] | None:
+        """Return where the memory of ``x`` begins and ends, or None for a fake tensor; see `Platform.span`."""
+        begin = x.data_ptr()
+        last = sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+        return (str(x.device), begin, begin + (last + 1) * x.itemsize) if begin else None
+
     def join(self, xs: Sequence[Tensor]) -> Tensor:
         """Concatenate the elements of tensors to a 1-D tensor."""
         return flatten(xs) if len(xs) > 1 else self.clone(xs[0]).reshape(-1)

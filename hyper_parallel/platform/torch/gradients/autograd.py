@@ -16,8 +16,8 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.contract import Platform
 from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorFunction
 from hyper_parallel.platform.torch.basics.private import bare_apply, graph_task, queue_callback, will_execute
-from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
+from hyper_parallel.platform.torch.gradients.failures import tell_of_failure
 
 __all__ = [
     *("ADDING", "NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
@@ -81,8 +81,10 @@ class AutogradVerbs(Platform):
     #: Context manager that enables the recording of gradients.
     with_grad: Any = staticmethod(torch.enable_grad)
 
-    #: Function that registers a callback for the end of the running backward pass; see `Platform.after_backward`.
-    after_backward: Any = staticmethod(queue_callback)
+    def after_backward(self, callback: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
+        """Register callbacks for the end of the running backward pass; see `Platform.after_backward`."""
+        queue_callback(callback)
+        _FAILED.setdefault(graph_task(), []).append(failed)
 
     tells_beginning = True
 
@@ -212,6 +214,10 @@ class AutogradVerbs(Platform):
         with no_dispatch():
             return _detach(x)
 
+    def for_training(self) -> Any:
+        """Return a context manager that leaves inference mode, whose tensors autograd refuses later."""
+        return torch.inference_mode(False)
+
     def counted_apart(self, x: Tensor) -> Tensor:
         """Return a tensor with the memory of ``x`` that counts its own writes; see `Platform.counted_apart`."""
         return x.data
@@ -274,6 +280,8 @@ class AutogradVerbs(Platform):
 
 #: Callbacks for the start of a backward pass.
 _WATCHERS: list[weakref.WeakMethod] = []
+#: Callbacks for the failure of the running passes, by `graph_task`.
+_FAILED: dict[int, list[Callable[[], None]]] = {}
 #: The running passes, by `graph_task`, that accumulate into the gradient of each leaf they reach: ``backward`` without
 #: ``inputs``.
 ADDING: set[int] = set()
@@ -289,14 +297,17 @@ def telling_engine(run: Callable) -> Callable:
             try:
                 return run(t_outputs, *args, **kwargs)
             except Exception as error:
-                _tell_of_failure(error, t_outputs)
+                tell_of_failure(error, t_outputs)
                 raise
         told: list[int] = []
         adds = kwargs.get("accumulate_grad", False) and not (args[3] if len(args) > 3 else kwargs.get("inputs", True))
 
         def runs(node: Any) -> bool:
             # Torch does not count the first node of a backward among those of its graph.
-            return will_execute(node) or any(node is root for root in roots)
+            try:
+                return will_execute(node) or any(node is root for root in roots)
+            except RuntimeError:
+                return True  # torch does not answer for a leaf whose gradient is asked for
 
         def begin(cotangent: Any) -> None:
             if told:
@@ -320,36 +331,23 @@ def telling_engine(run: Callable) -> Callable:
                 elif root.requires_grad:
                     roots.append(root.grad_fn)
                     handles.append(root.register_hook(begin))
+        complete = False
         try:
-            return run(t_outputs, *args, **kwargs)
+            result = run(t_outputs, *args, **kwargs)
+            complete = True
+            return result
         except Exception as error:
-            _tell_of_failure(error, t_outputs)
+            tell_of_failure(error, t_outputs)
             raise
         finally:
             ADDING.difference_update(told)
             for handle in handles:
                 handle.remove()
+            for callback in [x for task in told for x in _FAILED.pop(task, ())]:
+                if not complete:
+                    callback()
 
     return telling
-
-
-def _tell_of_failure(error: Exception, roots: Sequence[Any]) -> None:
-    """Report the failure of this backward pass to the ranks with which it communicates."""
-    meshes: set[Any] = set()
-    seen: set[Any] = {None}
-    with no_dispatch():
-        todo = [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
-    while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        mesh = getattr(getattr(node, "step", None), "mesh", None)
-        layout = getattr(getattr(node, "variable", None), "_layout", None)
-        meshes.update(x for x in (mesh, getattr(layout, "mesh", None)) if x is not None)
-        todo += [below for below, _ in node.next_functions]
-    if meshes:
-        State.core.failed_in_backward(error, meshes)
 
 
 def name_of(forward: Callable) -> str:

@@ -80,9 +80,10 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def forget_data(x: Any) -> None:
-    """Discard cached facts on ``x`` about its previous data or shape."""
+    """Discard cached facts on ``x`` about its previous data or shape, and count the change, which torch does not."""
     for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
+    x._writes += 1
 
 
 # ---------------------------------------------------------------------------------------------------- backward
