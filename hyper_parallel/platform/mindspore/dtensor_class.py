@@ -19,7 +19,7 @@ def make_dtensor_class(mixin: type, core: Core) -> type:
     """Make the DTensor class from core's ``mixin`` and `InterceptedTensor`, and the class of distributed parameters.
 
     All MindSpore platforms share the classes; the first call makes them. Tensors of a second class would leave the
-    fast paths of modules, so ranks with and without it would issue different collectives.
+    fast paths of modules. Ranks with and without the second class would then issue different collectives.
     """
     if Classes.dtensor is not None:
         return Classes.dtensor
