@@ -4,13 +4,23 @@ them; those of parameters are refused on all ranks."""
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, DTensor, RowwiseParallel, Shard, fully_shard, parallelize_module, replicate
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    RowwiseParallel,
+    Shard,
+    fully_shard,
+    parallelize_module,
+    replicate,
+)
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, device
 
@@ -152,7 +162,40 @@ def around_results(mesh: Any) -> None:
                 close(found[1], found[0], f"{frozen}, {first}, {wanted}", 1e-9)
 
 
-JOBS = (second_order, of_one_batch, kept_graphs, around_results)
+@on_mesh(2, names=("dp",))
+def kept_on_one_rank(mesh: Any) -> None:
+    """One rank keeps the graph of a penalty: later backwards of other losses gather as on the other rank."""
+    torch.manual_seed(0)
+    single = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1)).to(device(), torch.float64)
+    x = torch.randn(3, 4, dtype=torch.float64).to(device())
+    for frozen in (False, True):
+        one, model = (copy.deepcopy(single).requires_grad_(not frozen) for _ in range(2))
+        fully_shard(model, mesh=mesh, reshard_after_forward=True)
+        leaf = x.clone().requires_grad_()
+        found = [penalty(m, leaf, False) for m in (one, model)]
+        for loss in tuple(found):
+            leaf.grad = None
+            loss.backward(retain_graph=True)
+            found.append(leaf.grad)
+        close(found[3], found[2], f"frozen={frozen}", 1e-9)
+        kept = found[1] if mesh.get_local_rank() == 0 else None
+        del found, loss
+        gc.collect()
+        counts = []
+        for other in (copy.deepcopy(single), fully_shard(copy.deepcopy(single), mesh=mesh)):
+            with CommDebugMode() as comm:
+                other(x).sum().backward()
+            counts.append(comm.get_comm_counts())
+        assert counts == [{}, {"all_gather": 1, "reduce_scatter": 1}], (frozen, counts)
+        assert kept is None or mesh.get_local_rank() == 0
+        for expected in ({}, {"all_gather": 2}) if frozen else ({"all_gather": 2, "reduce_scatter": 1},):
+            with CommDebugMode() as comm:
+                model(leaf).sum().backward()
+            assert comm.get_comm_counts() == expected, (frozen, comm.get_comm_counts())
+            model.reshard()  # a frozen unit stays unsharded until then
+
+
+JOBS = (second_order, of_one_batch, kept_graphs, around_results, kept_on_one_rank)
 
 
 @pytest.mark.parametrize("job", JOBS, ids=lambda job: job.__name__)

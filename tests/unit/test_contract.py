@@ -171,7 +171,7 @@ def test_what_is_there_for_data_parallelism_answers_for_itself() -> None:
         platform.after_backward(lambda: None)
     assert platform.is_made_with(x, y) is None
     assert not platform.tells_beginning and not platform.backward_is_recorded()
-    platform.before_backward(lambda runs: None)  # and nothing will
+    platform.before_backward(lambda runs, leads: None)  # and nothing will
     platform.device_type = "cpu"
     assert platform.to_host(x, True) is x
     platform.device_type = "cuda"

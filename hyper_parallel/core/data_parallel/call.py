@@ -73,21 +73,31 @@ class Call(RecordedCall):
         all_trained = sum(map(len, self.trained)) == len(self.parameters)
         return all_trained and (platform.fast or NOTHING_FASTER).backward_in_order
 
-    def comes_around(self, runs: Callable[[Any], bool]) -> bool:
+    def comes_around(self, runs: Callable[[Any], bool], again: bool) -> bool:
         """Return whether a backward pass reads the parameters, but bypasses the results, or may reach them later.
 
         After a recorded backward there are more ways in and out. The pass may come from cotangents of the recorded
-        backward. It may also go to inputs alone, which nothing tells. So each pass counts while the parameters are
-        unchanged: once they were written to, the graph of the call is of no more use.
+        backward. It may also go to inputs alone, which no function of the call notices.
 
         Args:
             runs: returns whether the pass runs the function of an autograd context; see `Platform.before_backward`.
+            again: whether the graph of the pass contains recorded backwards of the model; see `is_in`.
         """
         # A usual backward reaches the results, and the first check alone decides.
         comes, goes = _any(self.returns, runs), _any(self.gives, runs)
         if self.again:
-            return comes or goes or _any(self.marks, runs) or writes_to(self.parameters) == self.versions
+            return comes or goes or (again and writes_to(self.parameters) == self.versions)
         return not comes and goes
+
+    def is_in(self, leads: Callable[[Any], bool]) -> bool:
+        """Return whether the graph of a backward pass contains functions of the call. Only the graph decides, and ranks
+        have the same graph. The lifetime of the call must not matter: a rank may keep an old graph longer than others.
+
+        Args:
+            leads: returns whether the graph contains the function of an autograd context; see
+                `Platform.before_backward`.
+        """
+        return any(_any(contexts, leads) for contexts in (self.returns, self.gives, self.marks))
 
     def check_whole(self, what: str) -> None:
         """Raise RuntimeError if unsharded parameters were freed or written to, in a backward that bypassed the results.

@@ -227,16 +227,17 @@ class Model:
         self._calls.append((unit, weakref.ref(call)))
 
     # ---------------------------------------------------------------------- backward
-    def _begins(self, runs: Callable[[Any], bool]) -> None:
+    def _begins(self, runs: Callable[[Any], bool], leads: Callable[[Any], bool]) -> None:
         """Unshard units at the start of a backward pass that will bypass the results of their calls.
 
         An auxiliary loss that was set as an attribute has such a pass. No later hook of the pass could start the
-        gather. Units are also unsharded for calls whose backward was recorded (``create_graph``).
+        gather. If the pass goes through recorded backwards (``create_graph``), all units of these are unsharded.
         """
         self._nests = bool(self._passes)
-        for unit, ref in self._calls:
-            call = ref()
-            if call is not None and not unit.places.lost_modules and call.comes_around(runs):
+        calls = [(unit, call) for unit, ref in self._calls if (call := ref()) is not None]
+        again = any(call.again and call.is_in(leads) for _, call in calls)
+        for unit, call in calls:
+            if call.comes_around(runs, again):
                 running = self.this_pass()
                 if running is not None:
                     running.hold(unit, call)

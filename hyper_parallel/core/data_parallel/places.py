@@ -126,11 +126,6 @@ class Places:
         """Return the entry of each slot, or None if it is missing."""
         return [table.get(name) for table, name in zip(self._tables, self._names, strict=True)]
 
-    @property
-    def lost_modules(self) -> bool:
-        """Return whether a module that held a parameter is no more."""
-        return bool(self._gone)
-
     def _check_holders(self) -> None:
         if self._gone:
             raise self._taken([holder() is None for holder in self._holders], [False] * len(self._holders))

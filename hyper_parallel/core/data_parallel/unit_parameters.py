@@ -66,6 +66,7 @@ class UnitParameters:
         self._values: list[Any] | None = None
         self._whole_at: Any = None  # `writes_to` the shards of parameters that stay unsharded until `reshard`
         self._is_stale = False  # whether `_values` lack values that a forward wrote, because these are elsewhere
+        self._read_again = False  # whether later passes may read frozen parameters, and no function of a call tells
         self._pending = False  # whether an all-gather is pending
         self._sent: Any = None  # the shards of the pending all-gather
         self._sent_at: Any = None  # `writes_to` them when it started, if a forward or `unshard` will take it
@@ -183,10 +184,9 @@ class UnitParameters:
             )
 
     def _is_current(self, shards: Sequence[Any]) -> bool:
-        if self._whole_at != writes_to(shards):
-            return False
-        if self._platform.counts_writes or self._values is None:
-            return True
+        is_same = self._whole_at == writes_to(shards)
+        if not is_same or self._platform.counts_writes or self._values is None:
+            return is_same
         with self._platform.no_dispatch():
             pairs = zip(self.buffers, self.members, self._values, strict=True)
             return all(buffer.is_current(values, chosen(shards, members)) for buffer, members, values in pairs)
@@ -224,8 +224,7 @@ class UnitParameters:
             given: Any = parameters
             self._sent, self._sent_at, self._read = given, None, given
             if LISTENERS:
-                scope = current_module() if self.scope is None else self.scope
-                run_in_module(scope, lambda: self._begin(given, again))
+                run_in_module(current_module() if self.scope is None else self.scope, lambda: self._begin(given, again))
             else:
                 self._begin(given, again)
         self._pending = True
@@ -332,6 +331,7 @@ class UnitParameters:
             self.start(again=True)
             self.gather(True)
         self._awaited = sum(map(bool, call.trained)) + (not call.runs_in_order(self._platform))
+        self._read_again = call.again and not any(call.trained)
         if self._leaves is None or self._leaves_of is not self.buffers or self._leaves.trained != call.trained:
             found = self._views([buffer.whole for buffer in self.buffers])
             self._leaves = Leaves(self.as_read(found, self._unsummed, False), call.trained)
@@ -380,7 +380,7 @@ class UnitParameters:
                 found.append((b, trained, cotangents))
         self._open = 0
         self.drop_parts()
-        if self.settings.reshard_after_backward or self._is_stale:
+        if self._is_stale or (self.settings.reshard_after_backward and not self._read_again):
             self.take_over()
             self.free()
         else:

@@ -44,11 +44,14 @@ class PassRole:
     #: Whether `before_backward` ever calls its callback.
     tells_beginning: bool = False
 
-    def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
-        """Call the bound method ``callback(runs)`` at the start of each backward pass, while its object lives.
-        ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`. Data
-        parallelism uses it to prefetch parameters. A backend that cannot know never calls it; core then rejects
-        features that need it."""
+    def before_backward(self, callback: Callable[[Callable[[Any], bool], Callable[[Any], bool]], None]) -> None:
+        """Call the bound method ``callback(runs, leads)`` at the start of each backward pass, while its object lives.
+
+        ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`.
+        ``leads(ctx)`` returns whether the graph of the pass contains that function. A pass to given inputs may stop
+        before it. Data parallelism uses both to unshard parameters. A backend that cannot know never calls it; core
+        then rejects features that need it.
+        """
         return
 
     #: Whether backward accumulates gradients in `TensorMembers.grad`, which can be set then. Otherwise a framework

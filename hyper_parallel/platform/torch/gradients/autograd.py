@@ -88,7 +88,7 @@ class AutogradVerbs(Platform):
 
     tells_beginning = True
 
-    def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
+    def before_backward(self, callback: Callable[[Callable[[Any], bool], Callable[[Any], bool]], None]) -> None:
         """Register a callback for the start of each backward pass; see `Platform.before_backward`."""
         _WATCHERS.append(weakref.WeakMethod(callback))
 
@@ -309,6 +309,11 @@ def telling_engine(run: Callable) -> Callable:
             except RuntimeError:
                 return True  # torch does not answer for a leaf whose gradient is asked for
 
+        def leads(node: Any) -> bool:
+            if not graph:
+                graph.update(_nodes_below(roots))
+            return node in graph
+
         def begin(cotangent: Any) -> None:
             if told:
                 return
@@ -320,9 +325,9 @@ def telling_engine(run: Callable) -> Callable:
                 if callback is None:
                     _WATCHERS.remove(watcher)
                 else:
-                    callback(runs)
+                    callback(runs, leads)
 
-        handles, roots = [], []
+        handles, roots, graph = [], [], set()
         with no_dispatch():
             for root in t_outputs:
                 if not isinstance(root, Tensor):  # an edge of the graph
@@ -348,6 +353,17 @@ def telling_engine(run: Callable) -> Callable:
                     callback()
 
     return telling
+
+
+def _nodes_below(roots: Sequence[Any]) -> set[Any]:
+    """Return the nodes of the graph that begins at ``roots``, leaves included."""
+    open_nodes = [node for node in roots if node is not None]  # a root may be a leaf
+    found = set(open_nodes)
+    while open_nodes:
+        new = {node for node, _ in open_nodes.pop().next_functions if node is not None and node not in found}
+        found |= new
+        open_nodes += new
+    return found
 
 
 def name_of(forward: Callable) -> str:
