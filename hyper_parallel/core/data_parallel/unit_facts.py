@@ -209,8 +209,8 @@ def check_memory(modules: Sequence[Any], parameters: Sequence[Any], platform: An
 
 
 def _share_elements(x: Any, y: Any, platform: Any) -> bool:
-    """Return whether two tensors, whose memory overlaps, have the address of an element in common. Columns of one
-    matrix have none."""
+    """Return whether two tensors whose memory overlaps have an element at the same address. Two columns of one matrix
+    have no such element."""
     addresses = []
     for one in map(platform.detach, (x, y)):
         steps = zip(platform.shape_of(one), platform.strides(one), strict=True)
