@@ -4,7 +4,7 @@ lacks.
 The collectives are not differentiable; `transitions` makes autograd functions of pairs of collectives. A mesh dimension
 of size 1 and empty tensors cause no communication. All functions raise `CollectiveError` if a rank is lost. All
 functions use `_bind`, which notifies the recorder. For frequent collectives, a function such as `bind_all_reduce` does
-all look-ups in advance, and returns a function of the tensor alone.
+all look-ups in advance. It returns a function of the tensor alone.
 """
 
 from __future__ import annotations

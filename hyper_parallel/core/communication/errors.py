@@ -15,9 +15,9 @@ _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because some ranks did not take part: they ended, hang, or run other code. Every rank that
-    waits in the collective raises this error, within the time-out of the process group plus a few seconds. The
-    ``__cause__`` is the error of the backend. The process group may be unusable afterwards.
+    """A collective failed because some ranks did not take part: they ended, hang, or run other code. Every waiting rank
+    raises this error, a few seconds after the process group's time-out at the latest. The ``__cause__`` is the error of
+    the backend. The process group may be unusable afterwards.
 
     Attributes:
         collective: name of the collective: ``"all_reduce"``, ``"all_gather"``, ...

@@ -4,7 +4,7 @@ Such a collective acts on the local tensor. For example, data-parallel ranks ave
 That is right if all participating ranks hold the same shard.
 
 Ranks that differ in a mesh dimension hold different shards or partial values along it. A collective over such ranks is
-refused, on all ranks, since all know the layout and the ranks of the group.
+refused. All ranks refuse it, because all know the layout and the ranks of the group.
 """
 
 from __future__ import annotations

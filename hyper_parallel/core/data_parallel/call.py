@@ -75,7 +75,8 @@ class Call(RecordedCall):
         return all_trained and (platform.fast or NOTHING_FASTER).backward_in_order
 
     def comes_around(self, runs: Callable[[Any], bool]) -> bool:
-        """Return whether a backward pass may read the parameters without starting at the results of the call.
+        """Return whether a backward pass may read the parameters before it reaches the results of the call, or without
+        them.
 
         After a recorded backward, a pass may also start at cotangents of that backward. It may end at inputs alone,
         which no check detects. So after a recorded backward, the answer is True for each pass until the program writes
@@ -158,7 +159,7 @@ class ModuleGroup:
             self._ran, self._call, self._wholes, self._asked = {id(module)}, call, wholes, asked
 
     def end(self) -> Call | None:
-        """End the call that the modules of the unit share, and return this call; None for a unit of one module."""
+        """End and return the call that the modules of the unit share; None for a unit of one module."""
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call

@@ -33,7 +33,7 @@ RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("hyper_parallel_units", defaul
 
 
 class Model:
-    """The outermost unit and all units below it, which run forward and backward together.
+    """State that an outermost unit shares with the units below it.
 
     Args:
         outermost: the outermost unit.

@@ -118,7 +118,7 @@ class Block:
 
 
 class CustomCollectives:
-    """The collectives of one unit: those of the platform, or custom collectives that the program has set.
+    """The collectives of one unit: custom collectives that the program has set, or else the platform's.
 
     Attributes:
         all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,

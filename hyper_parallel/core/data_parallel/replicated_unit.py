@@ -182,8 +182,8 @@ class ReplicatedUnit:
         return call, tensors
 
     def _goes_on(self, last: _Last, known: Buckets, one_loss: bool) -> bool:
-        """Return whether a new call can reuse the views and all-reduces of the last call, because no backward ran in
-        between."""
+        """Return whether a new call can reuse the views and all-reduces of the last call. No backward may have run
+        between them."""
         platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
