@@ -29,7 +29,7 @@ def described_placement(value: Any) -> tuple[Any, ...] | None:
 def import_hint(value: Any) -> str:
     """Return the end of a message about a rejected value: the origin of its class, and the right import.
 
-    The result is empty unless the class of ``value``, or a base class, shares its name with a public class here.
+    The result is empty unless the class of ``value``, or a base class, has the name of a class here.
 
     Example:
         >>> from hyper_parallel.core.lookalikes import import_hint

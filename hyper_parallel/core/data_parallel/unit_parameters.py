@@ -1,8 +1,7 @@
 """The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
 While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
-Backward frees unsharded parameters when all their cotangents have arrived. With frozen parameters, the cotangent of a
-known input must also have arrived.
+Backward frees them when their cotangents have arrived, and with frozen parameters also the cotangent of a known input.
 """
 
 from __future__ import annotations
@@ -389,8 +388,7 @@ class UnitParameters:
         return found
 
     def abandon(self) -> None:
-        """Discard the state of a failed backward. If that backward was nested in another backward, the other one
-        continues."""
+        """Discard the state of a failed backward. A backward in which it was nested continues."""
         if self._open > 1:
             self._open -= 1
         elif self._open:
