@@ -299,7 +299,8 @@ def _unreadable(path: Path, entry: str, error: OSError) -> CheckpointError:
 
 
 def memory_for(start: int, nbytes: int) -> memoryview:
-    """Return new memory for bytes of a file from offset ``start``. Its address and ``start`` are equal modulo 64.
+    """Return new memory for bytes of a file from offset ``start``. The address of the memory equals ``start`` modulo
+    64.
 
     Memory that starts a few bytes later in its page takes up to three times as long to fill. This was measured on
     2026-11-29 at 7c6fead4.

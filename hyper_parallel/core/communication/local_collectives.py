@@ -105,7 +105,7 @@ def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
     if not fits:
         raise ValueError(
             f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
-            f"{tuple(part.shape)} placed {list(part.placements)}: it would concatenate or split the local tensors "
-            "along dimension 0, which does not concatenate or split the global tensors. Pass to_local() of both to "
+            f"{tuple(part.shape)} placed {list(part.placements)}: it acts on the local tensors along "
+            "dimension 0, and does not concatenate or split the global tensors. Pass to_local() of both to "
             f"{name}"
         )

@@ -60,9 +60,8 @@ class Gradients:
         self._rows.clear()
 
     def check_kind(self, one_loss: bool, what: str) -> None:
-        """Raise ValueError if gradients of the other kind of batch, distributed or plain, are accumulated.
-
-        Averages and sums must not be added.
+        """Raise ValueError if the accumulated gradients come from the other kind of batch, distributed or plain. Sums
+        of distributed batches must not be added to averages of plain batches.
 
         Args:
             one_loss: whether the batch is distributed.

@@ -225,7 +225,7 @@ class Places:
             if other or platform.shape_of(x) != platform.shape_of(p) or x.dtype != p.dtype:
                 raise ValueError(
                     f"{self._what}: its forward has given the parameter {slot} of shape {tuple(p.shape)} and dtype "
-                    f"{p.dtype} values of another shape, dtype or placement: write values like the old ones"
+                    f"{p.dtype} values of another shape, dtype or placement: keep shape, dtype and placement"
                 )
         with platform.no_grad():
             for x, p, before, after in zip(self._shown, parameters, addresses, now, strict=True):

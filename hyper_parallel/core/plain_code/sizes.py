@@ -93,7 +93,7 @@ class _OfPart:
 
 
 class PartSize(_OfPart, int):
-    """An integer computed from the size of a shard. It remembers the integer that a single device would have."""
+    """An integer computed from the size of a shard. ``whole`` is the integer that a single device would have."""
 
     def __float__(self) -> float:
         found = int.__float__(self)
@@ -106,7 +106,7 @@ class PartSize(_OfPart, int):
 
 
 class PartNumber(_OfPart, float):
-    """A float computed from the size of a shard. It remembers the float that a single device would have."""
+    """A float computed from the size of a shard. ``whole`` is the float that a single device would have."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float.__float__(self),)

@@ -175,7 +175,7 @@ def marks_of_base(
     base: tuple[int, ...],
     base_strides: tuple[int, ...],
 ) -> Ways:
-    """Return the placements of a tensor, one of whose views was written to.
+    """Return the placements of a tensor after a write to one of its views.
 
     The sharded dimension of the tensor is the one with the size and stride of the view's sharded dimension.
 

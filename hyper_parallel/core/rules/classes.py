@@ -21,7 +21,7 @@ from hyper_parallel.platform.contract import Platform
 
 @dataclass(frozen=True)
 class Classes:
-    """The sharded class dimension of a tensor, from the view of this rank.
+    """The sharded class dimension of a tensor, and the classes that this rank holds.
 
     Attributes:
         mesh: the mesh.

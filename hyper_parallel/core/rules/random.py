@@ -1,8 +1,8 @@
 """Random numbers on a mesh: all generators are in one state, and each rank draws the numbers of a single device.
 
 A sharded tensor takes its shard of the numbers that are drawn for the full tensor. So initialisation and dropout do not
-depend on the number of ranks. This requires equal generator states over the mesh. `synchronize` ensures them once per
-mesh, before its first random operation. It copies the state of the first rank.
+depend on the number of ranks. This requires equal generator states over the mesh. `synchronize` copies the state of the
+first rank, before the first random operation on a mesh.
 
 Later, a program may draw on one rank only, and the states then differ without notice. So all ranks that hold one shard
 use the numbers of the first of these ranks (`take_part`). An operation that draws inside its kernel starts from the

@@ -80,7 +80,8 @@ class AttentionRole:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the contributions of these keys to the cotangents of ``q``, ``k`` and ``v`` of `attention_part`.
+        """Return the cotangents of ``q``, ``k`` and ``v`` of `attention_part`. The cotangent of ``q`` contains only the
+        contribution of the keys ``k``.
 
         Args:
             g: cotangent of ``out``.
