@@ -1,4 +1,4 @@
-"""Checkpoints in a directory: the newest one, those of one run, and how a new checkpoint replaces an old one."""
+"""Search for checkpoints in a directory, and replacement of an old checkpoint by a new one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run_of(directory: Path) -> str:
 
 
 def set_run(directory: Path, run: str) -> None:
-    """Record that this process continues a run."""
+    """Record that later saves of this process into ``directory`` belong to the run ``run``."""
     _RUNS[directory.resolve()] = run
 
 
@@ -57,7 +57,7 @@ def _is_in_use(path: Path) -> bool:
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return a key that changes when another checkpoint replaces this one; None if there is none."""
+    """Return a key that changes when another checkpoint replaces the one at ``path``; None if nothing exists there."""
     return disk.stamp(path / INDEX) or disk.stamp(path)
 
 
@@ -97,11 +97,11 @@ def latest(directory: str | os.PathLike[str], run: str | None = None) -> Path | 
 
 
 def locate(path: Path) -> Path:
-    """Return the directory of the checkpoint at ``path``. That is a hidden directory if a crash interrupted its
-    replacement.
+    """Return the directory of the checkpoint at ``path``. If a crash interrupted its replacement, return the hidden
+    directory with the old checkpoint.
 
-    CheckpointError: for the draft of an interrupted save.
-        CheckpointError: for the remains of an interrupted save.
+    Raises:
+        CheckpointError: for the draft of an interrupted save.
     """
     if path.name.startswith(".") and path.name.endswith(DRAFT):
         raise CheckpointError(
@@ -114,7 +114,7 @@ def locate(path: Path) -> Path:
 
 
 class Draft:
-    """A checkpoint that is being written next to its final place.
+    """A checkpoint that is being written, in a hidden directory next to its final path.
 
     Args:
         path: final path of the checkpoint.
@@ -191,12 +191,12 @@ class Draft:
             raise
 
     def _check_is_before(self, place: Path) -> None:
-        """Raise CheckpointError unless ``place`` still holds the checkpoint that shall be replaced."""
+        """Raise CheckpointError if another program has changed the checkpoint at ``place`` since this save began."""
         if _stamp(place) != self._before:
             raise self._late()
 
     def _late(self) -> CheckpointError:
-        """Return the error that tells who has saved under this checkpoint's name while it was written."""
+        """Return the error that names the program that changed the final path during this save."""
         place = self.path if self.path.exists() else self._replaced
         try:
             index = read_index(place)
@@ -213,8 +213,8 @@ class Draft:
         return writers.others_in(self.path.parent, self._token, DRAFT)
 
     def discard(self, exchange: bool) -> None:
-        """Remove the written files, on one rank. With ``exchange`` also remove the directory through which ranks
-        communicate."""
+        """Remove the incomplete checkpoint, on one rank. With ``exchange`` also remove the directory through which
+        ranks communicate."""
         for directory in (self.directory, self.exchange) if exchange else (self.directory,):
             if directory.exists():
                 disk.remove_tree(directory)

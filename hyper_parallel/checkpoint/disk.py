@@ -53,7 +53,7 @@ def step(kind: str, path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a missing directory, with its parents. All these names are on disk when it returns."""
+    """Create a missing directory and its missing parents, and wait until their names are on disk."""
     if not path.parent.is_dir():
         make_directory(path.parent)
     step("make", path)
@@ -81,7 +81,7 @@ def address_of(data: memoryview) -> int:
 def _fallocate() -> Callable[..., int] | None:
     """Return Linux's ``fallocate``, or None.
 
-    `os.posix_fallocate` is no replacement: some file systems lack support, and there it writes into every block.
+    `os.posix_fallocate` is no replacement: on file systems without support, that function writes into every block.
     """
     try:
         found = ctypes.CDLL(None, use_errno=True).fallocate64
@@ -228,7 +228,8 @@ def rename(old: Path, new: Path) -> None:
 
 
 def stamp(path: Path) -> tuple[int, int] | None:
-    """Return a key that changes when another file or directory takes this name; None if there is none."""
+    """Return a key that changes when another file or directory replaces the one at ``path``; None if nothing exists
+    there."""
     try:
         found = os.stat(path)
     except OSError:
@@ -278,7 +279,7 @@ def read_at(path: Path, file: int, start: int, memory: memoryview, entry: str) -
 
 @contextmanager
 def reading(path: Path, entry: str) -> Iterator[None]:
-    """Convert errors of the system into CheckpointError, in a block.
+    """Context manager that converts errors of the system inside it into CheckpointError.
 
     Args:
         path: path of the file, for messages.
@@ -298,7 +299,8 @@ def _unreadable(path: Path, entry: str, error: OSError) -> CheckpointError:
 
 
 def memory_for(start: int, nbytes: int) -> memoryview:
-    """Return new memory for bytes of a file from offset ``start``. Its address and ``start`` are equal modulo 64.
+    """Return new memory for bytes of a file from offset ``start``. The address of the memory equals ``start`` modulo
+    64.
 
     Memory that starts a few bytes later in its page takes up to three times as long to fill. This was measured on
     2026-11-29 at 7c6fead4.
@@ -309,10 +311,8 @@ def memory_for(start: int, nbytes: int) -> memoryview:
 
 
 def read_text(file: FileIO, size: int) -> bytes:
-    """Return the next bytes of a file that should contain text.
-
-    If the first byte is zero, only that byte is returned. So a file of holes, which may be larger than memory, is not
-    read.
+    """Return the next bytes of a file that should contain text. If the first byte is zero, only that byte is returned.
+    So a sparse file, which may be larger than memory, is not read.
 
     Args:
         file: open for reading.

@@ -9,10 +9,8 @@ __all__ = ["CheckpointError"]
 
 class CheckpointError(RuntimeError):
     """Error for a checkpoint that could not be written, or is damaged or incomplete. The message names the file and the
-    entry.
-
-    It is the same on all ranks. An error of the call itself is a ValueError or a TypeError. Control characters of names
-    are escaped.
+    entry, and is the same on all ranks. An error of the call itself is a ValueError or a TypeError. Control characters
+    of names are escaped.
     """
 
     def __init__(self, message: str) -> None:

@@ -42,7 +42,7 @@ COMPARED_UP_TO = 1 << 20
 
 @dataclass
 class Job:
-    """Entries that one rank writes, and the common index."""
+    """One save: the entries that this rank writes, and the index of the full checkpoint."""
 
     draft: Draft
     index: Index
@@ -66,7 +66,7 @@ def prepare(
     checksums: bool,
     exchange: bool,
 ) -> Job:
-    """Return the entries that this rank has to write, and their draft.
+    """Prepare a save on all ranks, and return this rank's `Job`.
 
     Args:
         state: as in `save`.
@@ -292,14 +292,15 @@ def _entry(name: str, x: Any, writer: Writer, platform: Platform) -> Entry:
 
 
 def _copied(entry: Entry) -> Entry:
-    """Return the entry with a copy of its present bytes."""
+    """Return an entry with a copy of the tensor's present bytes, which training no longer changes."""
     data = bytearray(entry.read())
     return entry._replace(read=lambda: memoryview(data))
 
 
 # ---------------------------------------------------------------------- writing
 def write(job: Job, ranks: Ranks) -> None:
-    """Write this rank's file, and on the first rank the index. When it returns, the checkpoint has its name.
+    """Write this rank's file, and on the first rank the index. On return, the checkpoint is complete and has its final
+    name.
 
     Raises:
         CheckpointError: on all ranks, if any rank could not write; a previous checkpoint still exists.
@@ -347,8 +348,8 @@ def _remove_old(path: Path, run: str, keep: int) -> None:
 
 
 def _time(directory: Path, run: str) -> int:
-    """Return the time of the save: now, or just after the newest checkpoint of the run. So checkpoints of a run stay in
-    order even if clocks are wrong.
+    """Return the time to record for a save: the present, or just after the run's newest checkpoint if that is later. So
+    checkpoints of a run stay in order even if clocks are wrong.
     """
     before = (index.time for _, index in directories.checkpoints_in(directory) if index.run == run)
     return min(max(time.time_ns(), max(before, default=0) + 1), LATEST)

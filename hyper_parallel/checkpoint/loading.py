@@ -104,8 +104,8 @@ def fill_together(
     platform: Platform,
     verify: bool | None,
 ) -> tuple[Filling, Any]:
-    """Fill tensors and objects on all ranks. Nothing is changed unless ``match`` succeeds on all ranks and data
-    has the checksums.
+    """Fill tensors and objects on all ranks. Nothing is changed if ``match`` fails on any rank, or if a checksum
+    differs.
 
     Args:
         path: path of the files, for messages.
@@ -275,7 +275,8 @@ def read_into(target: Target, there: StoredTensor, files: Any, platform: Platfor
 def _in_file(r: Rectangle, singleton: int, there: StoredTensor) -> Rectangle:
     """Return a rectangle of a tensor as a rectangle of its source in the checkpoint.
 
-    Only one of the two may have the dimension `Target.singleton`, of size 1. The dimension is removed or inserted then.
+    If either the tensor or its source lacks the dimension `Target.singleton`, of size 1, the dimension is removed or
+    inserted.
     """
     fills = zip(r, (0, 1, 0), strict=True)
     return Rectangle(*(_with_dims_of(values, singleton, there, fill) for values, fill in fills))

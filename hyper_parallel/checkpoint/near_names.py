@@ -14,8 +14,7 @@ _NEAR = 0.8
 def near_name(name: str, names: Sequence[str]) -> str:
     """Return the part of a message that suggests the most similar name, as `difflib.get_close_matches` finds it.
 
-    That function fully compares each name that may be similar enough. This one skips names that cannot be more similar
-    than the best so far.
+    Unlike `difflib`, this function skips names that cannot be more similar than the best name so far.
 
     Args:
         name: the missing name.

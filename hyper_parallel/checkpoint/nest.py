@@ -21,7 +21,7 @@ DEEPEST = 100
 
 
 def joined(path: str, name: str) -> str:
-    """Return the path of a part named ``name`` at ``path``."""
+    """Return ``path`` extended by ``name``, with a dot between the two."""
     return f"{path}.{name}" if path and name else path or name
 
 
@@ -45,13 +45,13 @@ def check_depth(state: Any) -> None:
 
 
 class Kinds:
-    """Classification of the parts of a nest on one platform."""
+    """Classification of the values in a nest, for example as tensor or module, on one platform."""
 
     def __init__(self, platform: Platform) -> None:
         self.platform = platform
 
     def of(self, x: Any, path: str) -> str:
-        """Return the kind of a part: ``"value"``, ``"tensor"``, ``"module"``, ``"optimizer"``, ``"dict"``, ``"list"``,
+        """Return the kind of ``x``: ``"value"``, ``"tensor"``, ``"module"``, ``"optimizer"``, ``"dict"``, ``"list"``,
         ``"tuple"`` or ``"object"``. An ``"object"`` has the methods ``state_dict`` and ``load_state_dict``.
 
         Raises:
@@ -79,7 +79,7 @@ class Kinds:
         )
 
     def check_tensor(self, x: Any, path: str) -> None:
-        """Raise TypeError for a tensor subclass with operations of its own."""
+        """Raise TypeError for a tensor subclass that overrides operations, except a DTensor."""
         foreign = None if isinstance(x, DTensor) else self.platform.foreign_tensor(x)
         if foreign is not None:
             raise TypeError(f"{path or 'the state'} is {foreign}")

@@ -104,9 +104,9 @@ class NewWeights:
         self._open.clear()
 
     def compute_sums(self, rank: int, size: int) -> dict[str, int]:
-        """Return the checksums that this rank has to compute, by name of the tensor.
+        """Compute this rank's share of the checksums, and return them by the names of the tensors.
 
-        Call it when all data is written.
+        All ranks must have written their data before the call.
 
         Args:
             rank, size: index of this rank, and number of ranks.
@@ -175,9 +175,9 @@ class NewWeights:
         disk.sync_directory(self._directory)
 
     def _set_aside(self, index: Path) -> None:
-        """Give hidden names to the old files whose names the new files need.
+        """Rename old files whose names the new files need, to hidden names.
 
-        Let the present index refer to the hidden names.
+        The old index then lists the hidden names, so the old weights stay loadable.
         """
         try:
             content, names = read_weight_index(index)

@@ -73,7 +73,7 @@ def fill_optimizer(filling: Any, optimizer: Any, saved: dict[str, Any], path: st
 
 
 def _first_moment(filling: Any, p: Any, stored: str, name: str) -> Any:
-    """Return a new tensor to fill, for an optimizer that has not stepped yet. It is placed as its parameter is."""
+    """Return a new tensor to fill, placed like its parameter, for an optimizer that has not stepped yet."""
     there, layout = filling.index.tensors[stored], layout_of(p)
     shape = there.shape
     if layout is not None and (shape == layout.shape or filling.singleton(p, tuple(layout.shape), there) is not None):

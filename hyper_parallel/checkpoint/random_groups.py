@@ -28,8 +28,8 @@ def groups_alike(ranks: Sequence[int]) -> list[int]:
 
 
 def groups_saved(states: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Return the group of each rank that saved. A checkpoint of an older version lacks groups: there, ranks with equal
-    states form one."""
+    """Return the group of each rank that saved. In a checkpoint of an older version, which lacks groups, ranks with
+    equal states form a group."""
     said = [_numbers(x) if "alike" not in x else tuple(x["alike"]) or i for i, x in enumerate(states)]
     return [said.index(x) for x in said]
 

@@ -124,7 +124,7 @@ def _are_known(members: Sequence[int] | None, world_size: int, platform: Platfor
 
 
 def _ranks_alike(platform: Platform) -> list[int]:
-    """Return the ranks that must draw the same numbers as this rank, including itself; empty if there is no plan."""
+    """Return this rank and the ranks that must draw the same numbers. The result is empty if there is no plan."""
     world = platform.world_size() if platform.world() is not None else 1
     first = groups_alike(range(world))
     own = first[platform.rank()] if world > 1 else 0

@@ -41,8 +41,8 @@ class Ranks(Protocol):
     members: tuple[int, ...]
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a value of each rank, in the order of ``members``. JSON must support the value. All ranks must call
-        it."""
+        """Return a value of each rank, in the order of ``members``. The value must consist of types that JSON has. All
+        ranks must call this method."""
         ...
 
 

@@ -74,8 +74,8 @@ def save(
 class AsyncSave:
     """Handle of a running save, which `async_save` returns.
 
-    If `result` is never called, the next `save`, `async_save` or `load` raises the save's error. At the end of the
-    program a warning reports it.
+    If the save fails and `result` is never called, the next `save`, `async_save` or `load` raises the error. Without
+    such a call, a warning reports the error at the end of the program.
     """
 
     def __init__(self, run: Callable[[], None], path: Path) -> None:

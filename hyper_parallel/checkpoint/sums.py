@@ -55,7 +55,7 @@ def shared_out(pieces: Iterable[tuple[int, T]], rank: int, size: int) -> Iterato
 
 
 def room_for(count: int, save: str) -> dict[str, str]:
-    """Return metadata with room for the checksums of ``count`` tensors.
+    """Return metadata for a header that reserves characters for the checksums of ``count`` tensors.
 
     Args:
         count: number of tensors.
@@ -70,7 +70,7 @@ def save_in(metadata: Any) -> str:
 
 
 def sums_of(header: bytes, sums: Sequence[int]) -> tuple[int, bytes]:
-    """Return the offset and the bytes of the checksums in a header with room for them.
+    """Return the offset in ``header`` of the characters that `room_for` reserved, and the bytes of the checksums.
 
     Args:
         header: header of a file, from its first byte.

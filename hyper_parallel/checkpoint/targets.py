@@ -37,7 +37,7 @@ class Target(NamedTuple):
 
 
 class _MisfitError(Exception):
-    """Error for an entry of the checkpoint that does not match its place in the state."""
+    """Error for an entry of the checkpoint that does not match the corresponding value of the state."""
 
 
 class Filling:
@@ -83,7 +83,7 @@ class Filling:
 
     # ---------------------------------------------------------------------- the nest
     def match(self, state: Any) -> Any:
-        """Match the parts of the state with the entries of the checkpoint. Return the result of `load`, which is
+        """Match the values of the state with the entries of the checkpoint. Return the result of `load`, which is
         complete after `finish`.
 
         Raises:
@@ -221,15 +221,15 @@ class Filling:
 
     # ---------------------------------------------------------------------- tensors
     def _want(self, x: Any, name: str) -> None:
-        """Ask to fill ``x`` with the tensor called ``name``.
+        """Record that ``x`` is to be filled with the tensor called ``name``.
 
-        If ``x`` is tied, it may be asked for under several names.
+        A tied tensor ``x`` may be recorded under several names.
         """
         self._kinds.check_tensor(x, name)
         self._wanted.setdefault(id(x), (x, []))[1].append(name)
 
     def _choose(self, x: Any, names: list[str]) -> None:
-        """Find the source in the checkpoint for a tensor that has these names in the state."""
+        """Find the tensor of the checkpoint that fills ``x``, which has the ``names`` in the state."""
         stored = [*dict.fromkeys(found for n in names if (found := self.index.find(n)) is not None)]
         self._asked.update(names, stored)
         if not stored:
@@ -271,7 +271,7 @@ class Filling:
             self.targets.append(Target(x, stored, singleton))
 
     def singleton(self, parameter: Any, shape: tuple[int, ...], there: StoredTensor) -> int | None:
-        """Return `Target.singleton` for a parameter, or for optimizer state of a parameter, with this shape."""
+        """Return `Target.singleton` for a tensor of ``shape``, which is ``parameter`` or its optimizer state."""
         dim = self._singletons.get(id(parameter))
         longer, shorter = (shape, there.shape) if len(shape) > len(there.shape) else (there.shape, shape)
         if dim is None or len(longer) != len(shorter) + 1 or longer[dim] != 1:
@@ -309,7 +309,7 @@ class Filling:
 
     # ---------------------------------------------------------------------- problems
     def wrong(self, problem: str) -> None:
-        """Record a problem: a value that does not match."""
+        """Record a value that does not match; ``problem`` describes it for the message."""
         self._wrong.append(problem)
 
     def lacks(self, name: str) -> None:

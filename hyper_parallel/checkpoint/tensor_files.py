@@ -100,8 +100,8 @@ class Entry(NamedTuple):
 def header_of(
     entries: Sequence[Entry], metadata: Mapping[str, str] | None = None, beyond: tuple[int, int] = (0, 8)
 ) -> tuple[bytes, list[int]]:
-    """Return the header bytes of a file of these tensors, and where the data of each starts. The last offset is the end
-    of the file.
+    """Return the header bytes of a file of tensors, and the offset of each tensor's data. One more offset is the end of
+    the file.
 
     Args:
         entries: the tensors, in the order of the file.
@@ -319,7 +319,7 @@ class TensorFile:
 
 
 def _span(target: np.ndarray, strides: Sequence[int]) -> int:
-    """Return how many bytes of a file contain the elements of an array that has these strides there."""
+    """Return the bytes of a file from the first to the last element of ``target``, for ``strides`` in the file."""
     return target.itemsize + sum((n - 1) * stride for n, stride in zip(target.shape, strides, strict=True))
 
 

@@ -11,9 +11,9 @@ __all__ = ["is_tiling"]
 def is_tiling(shape: Sequence[int], boxes: Iterable[tuple[Sequence[int], Sequence[int]]]) -> bool:
     """Return whether every element of a shape is in exactly one box.
 
-    The number of boxes that contain an element is a sum of steps: up at the start of a box in a dimension, down at its
-    end. Every element is in one box if the steps of all boxes add up to those of the full tensor. For boxes on a grid
-    most steps cancel.
+    Along a dimension, the number of boxes that contain an element rises by one where a box starts. It falls by one
+    where a box ends. Every element is in one box if these steps add up to the steps of the full tensor. For boxes on a
+    grid most steps cancel.
 
     Args:
         shape: shape of the full tensor.

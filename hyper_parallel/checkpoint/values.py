@@ -106,8 +106,8 @@ _KEYS: dict[str, dict[str, type | tuple[type, ...]]] = {
 
 
 def check(x: Any) -> None:
-    """Raise ValueError unless ``x``, read from an index, can be a result of `encode`, or describes a nest of
-    modules."""
+    """Raise ValueError if ``x``, read from an index, is neither a result of `encode` nor the description of a
+    module."""
     if isinstance(x, list):
         for value in x:
             check(value)

@@ -189,7 +189,7 @@ def remove_abandoned(directory: Path, now: float, *endings: str, name: str | Non
 
 
 def remove(path: Path) -> None:
-    """Remove a directory or a file, whose name disappears at once."""
+    """Rename a directory or a file to a hidden name, then remove it."""
     # If the tree was removed in place, another program could rename it meanwhile, and lose files under the new name.
     away = path.with_name(hidden_name("removed", new_token(), DRAFT))
     with suppress(OSError):  # another save removes it

@@ -53,8 +53,8 @@ def run(given: argparse.Namespace) -> int:
 
 
 def _executed(given: argparse.Namespace, mesh: dict[str, int], inputs: list[Any]) -> Any:
-    """Compare a step on one device with a step on as many local processes as ``mesh`` has ranks. Plain code is not
-    searched again: `run` has its findings already."""
+    """Compare a step on one device with a step on as many local processes as ``mesh`` has ranks. The findings in plain
+    code come from an earlier run on one rank, and are not searched for again."""
     from hyper_parallel.testing.plan_check import check_plan  # which starts processes, and needs more imports
 
     platform = get_platform()

@@ -150,7 +150,7 @@ def _kill_tree(pid: int) -> None:
 
 
 def _check_counts(arguments: argparse.Namespace) -> None:
-    """Raise UsageError for numbers with which the launcher would start nothing, or wait for missing nodes."""
+    """Raise UsageError for an impossible number of processes or nodes, node rank or port."""
     if arguments.processes < 1 or arguments.nodes < 1:
         raise UsageError(f"-n {arguments.processes} --nodes {arguments.nodes}: both numbers must be at least 1")
     if not 0 <= arguments.node_rank < arguments.nodes:

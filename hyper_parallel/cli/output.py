@@ -30,7 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def through_pipe(run: Callable[[Any], int], given: Any) -> int:
-    """Return ``run(given)``, an exit status. Return 1 if the reader of the output ended too early, as ``head`` does."""
+    """Return the exit status ``run(given)``, or 1 if the program that reads the output ended too early, as ``head``
+    does."""
     try:
         status = run(given)
         sys.stdout.flush()

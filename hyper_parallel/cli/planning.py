@@ -89,7 +89,8 @@ def batch_of_a_rank(batch: int, mesh: dict[str, int]) -> int:
 
 @contextmanager
 def told() -> Iterator[None]:
-    """Print refusals of the library, and failures in the user's model or plan, without a traceback."""
+    """Context manager that converts errors of the library, and of the user's model or plan, into UsageError. So no
+    traceback is printed."""
     try:
         yield
     except (ValueError, TypeError, DryStepError) as error:

@@ -87,8 +87,8 @@ def _module_of(file: Path) -> Any:
 
 
 def model_of(text: str, dtype: str | None) -> Any:
-    """Return a model by name, or the result of the function that ``text`` names. It has no data if the framework
-    supports that."""
+    """Return a model by name, or the result of the function that ``text`` names. The tensors of the model have no data,
+    if the framework has such tensors."""
     if text not in MODELS and ":" not in text:
         raise UsageError(
             f"no model is called {text!r}: choose one of {', '.join(MODELS)}. Or pass package.module:function or "
@@ -115,7 +115,7 @@ def model_of(text: str, dtype: str | None) -> Any:
 
 
 def said_of(error: BaseException) -> str:
-    """Return the message of an error in the user's code, with the user's line that raised it, if any."""
+    """Return the message of an error. If a line of the user's code raised the error, the message contains the line."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     ours = str(Path(__file__).parents[1])
     where = "" if last.filename.startswith((ours, "<")) else f" (line {last.lineno} of {last.filename})"

@@ -33,8 +33,8 @@ class Cache(dict):
 
 
 class Table(Cache):
-    """A cache of the values of ``make(key)``, each computed at its first use. A deep copy of its owner shares the
-    table."""
+    """A cache of the values of ``make(key)``, each computed at its first use. A deep copy of an object that holds the
+    table shares the table."""
 
     def __init__(self, make: Callable[[Any], Any], most: int = 1 << 10, name: str = "") -> None:
         super().__init__(most, name)
@@ -49,7 +49,7 @@ class Table(Cache):
 
 
 def clear_caches() -> None:
-    """Empty every named cache. Its values are recomputed on demand."""
+    """Empty all named caches. Values are recomputed on demand."""
     for _, cache in _NAMED:
         cache.clear()
 

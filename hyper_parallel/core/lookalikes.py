@@ -27,9 +27,9 @@ def described_placement(value: Any) -> tuple[Any, ...] | None:
 
 
 def import_hint(value: Any) -> str:
-    """Return the end of a message about a rejected value: the library of its class, and the import to use instead.
+    """Return the end of a message about a rejected value: the origin of its class, and the right import.
 
-    It is empty unless the class of ``value``, or a base class, has the name of a public class here.
+    The result is empty unless the class of ``value``, or a base class, has the name of a class here.
 
     Example:
         >>> from hyper_parallel.core.lookalikes import import_hint

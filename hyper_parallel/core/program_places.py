@@ -50,7 +50,7 @@ def line_of_program(tensor: type, frame: Any = None) -> str:
 
 
 def variable_of(x: Any, tensor: type) -> str:
-    """Return the name of the local variable that holds ``x`` in the program's innermost frame, or "" without one.
+    """Return the local variable that holds ``x`` in the program's innermost frame, by name; "" if there is none.
 
     Args:
         x: an object.

@@ -40,7 +40,8 @@ class WeakTable:
 
 
 def collect_garbage() -> None:
-    """Collect garbage until nothing is left. Objects that a graph in garbage holds are left to the next collection."""
+    """Collect garbage until nothing is left. Objects that only a garbage autograd graph keeps alive may need the next
+    collection."""
     for _ in range(3):
         if not gc.collect():
             return

@@ -23,8 +23,8 @@ class CommTrace:
     records the module, the bytes and the duration.
 
     A collective in backward belongs to the module whose forward made it necessary. If several modules read one input,
-    it belongs to the first. As in `CommDebugMode`, an emulated collective counts once. Collectives of pickled values,
-    or without elements, do not count.
+    the collective belongs to the first of these modules. As in `CommDebugMode`, an emulated collective counts once.
+    Collectives of pickled values, or without elements, do not count.
 
     Args:
         model: the model that runs. Then collectives have the path of the innermost module, even if no plan names it, or

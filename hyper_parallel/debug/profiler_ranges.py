@@ -19,7 +19,7 @@ class ProfilerRanges:
     On torch these are ranges of ``torch.profiler``, on GPUs also of NVTX (Nsight), and on NPUs of MSTX (msprof). On
     MindSpore they are ranges of MSTX, so only on Ascend. A collective that overlaps with computation has a range until
     the wait for it. ``HYPER_PARALLEL_LOG=ranges`` gives ranges of collectives to a program that cannot be changed.
-    Without either, nothing is done and there is no cost.
+    Without the context and the variable, collectives have no extra cost.
 
     Args:
         model: the model that runs. Then forwards of its modules are ranges too, and collectives have the path of the

@@ -79,7 +79,7 @@ class Svg:
         self._grow(x + len(text) * WIDTH, y + 4)
 
     def dots(self, dots: Sequence[tuple[float, float, str, str]]) -> None:
-        """Draw small squares with labels, each label where it covers no dot and no other label, if there is room.
+        """Draw small squares with labels. If there is room, a label covers no square and no other label.
 
         Args:
             dots: x, y, colour and label of each square.

@@ -1,2 +1,2 @@
-"""Support for other libraries: their models, and names of theirs. Imports of other libraries happen at use. Of the rest
-of the package only `planning` and modules that hold nothing but names import this."""
+"""Support for other libraries: functions for their models, and functions with their names. Other libraries are imported
+at use. In the rest of this package, only `planning` and modules that define nothing but names import this folder."""

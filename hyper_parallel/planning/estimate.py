@@ -27,7 +27,7 @@ __all__ = ["DryRun", "Memory", "Traffic", "dry_run"]
 
 @dataclass
 class Memory:
-    """Bytes of one rank; None if the framework does not report its operations (MindSpore).
+    """Bytes of one rank. A number is None if the framework does not report its operations (MindSpore).
 
     Attributes:
         parameters, gradients, buffers: bytes of this rank's shards.

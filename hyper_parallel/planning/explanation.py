@@ -77,7 +77,7 @@ class Explanation:
         ]
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the collectives of the step as rows. Equal ones form one row with their count."""
+        """Return the collectives of the step as rows. Equal collectives form one row with their count."""
         return collective_rows(self.collectives)
 
     def table(self) -> str:
@@ -160,8 +160,8 @@ class Explanation:
         return self._by_module.get(_name(module), [])
 
     def _repeated(self) -> Iterator[tuple[ModuleDescription, int]]:
-        """Yield modules in order, each with the number of equal siblings, which have equal submodules too. Those
-        siblings are skipped."""
+        """Yield modules in order, each with the number of equal siblings. Siblings are equal if their submodules are
+        equal too. All but the first of equal siblings are skipped."""
         modules = self.model.modules
         below: dict[str, list[ModuleDescription]] = {}
         for m in modules:

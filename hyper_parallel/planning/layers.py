@@ -1,5 +1,5 @@
-"""The repeated layers of a model: data parallelism and recomputation treat each of them, and `search` cuts their
-list."""
+"""The repeated layers of a model. Data parallelism and recomputation are applied to each layer, and `search` shortens
+the list of layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["cut_to", "matching", "module_at", "repeated_layers"]
 def repeated_layers(model: Any, platform: Any) -> tuple[str, list[str]]:
     """Return the path of the largest list of equal modules, and the paths of these modules.
 
-    The results are empty if no list has two equal modules.
+    Both results are empty if no list has two equal modules.
 
     Args:
         model: module of the platform.

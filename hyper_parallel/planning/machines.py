@@ -38,7 +38,8 @@ class Machine:
     source: str = ""
 
     def flops_of(self, itemsize: int) -> float:
-        """Return operations per second for elements of this size, of the next larger known size, or of the largest."""
+        """Return the operations per second for elements of ``itemsize`` bytes. If that size is unknown, use the next
+        larger size, or else the largest."""
         return self.flops[min((size for size in self.flops if size >= itemsize), default=max(self.flops))]
 
     def seconds_of(self, collective: Collective, within_node: bool) -> float:

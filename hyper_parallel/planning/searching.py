@@ -243,7 +243,8 @@ def search(
 
 
 def _with_sequences(plan: Any, sequences: Mapping[str, ContextParallel]) -> Any:
-    """Return the plan with the styles for sharded sequences. One path may have a style of each kind."""
+    """Return the plan with the styles for sharded sequences added. One path may have a tensor-parallel style and a
+    style for sequences."""
     if plan is not None and not isinstance(plan, Mapping):
         raise ValueError("sequences cannot be searched with a plan that is a function: pass a dict of styles by path")
     styles = dict(plan or {})
@@ -273,7 +274,8 @@ def _share(batch: tuple, dp: int, cp: int) -> Any:
 
 
 def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
-    """Return the dry run with ``further`` more layers, each of which adds the same as the fourth."""
+    """Return the extrapolated dry run with ``further`` more layers. Each layer adds the difference between ``four`` and
+    ``three``."""
 
     def more(a: Any, b: Any) -> Any:
         return None if a is None or b is None else b + further * (b - a)
@@ -307,9 +309,9 @@ def _continued(three: DryRun, four: DryRun, further: int) -> DryRun:
 def _continued_peak(three: DryRun, four: DryRun, further: int) -> int:
     """Return the maximum of live bytes in a step with ``further`` more layers.
 
-    The forwards of three and of four layers end in the same way. Their backwards start and end in the same way. There
-    the four layers have the activations, or the gradients, of one more layer. Each further layer adds the same. In the
-    middle layers, fewer bytes are live than in the first or in the last of them.
+    The last events of forward are the same with three and with four layers. So are the first and the last events of
+    backward. At these events, four layers have the activations, or the gradients, of one more layer. Each further layer
+    adds the same bytes. In the layers between, fewer bytes are live than in the first or in the last layer.
     """
     peak = max(live for timeline in four.timelines for _, live in timeline)
     (forward, backward), (deeper_forward, deeper_backward) = three.timelines, four.timelines

@@ -37,7 +37,8 @@ def expert_modules(model: Any, experts: Experts, platform: Any) -> list[Any]:
 
 
 def spread_experts(model: Any, mesh: DeviceMesh, experts: Experts) -> list[Any]:
-    """Apply the styles over the mesh dimension ``"ep"``, and over ``"tp"`` too if the style has it. Return the modules.
+    """Apply the styles of experts over the mesh dimension ``"ep"``, or over ``"ep"`` and ``"tp"`` for a style with
+    ``tp_dim``. Return the modules.
 
     Raises:
         ValueError: for a mesh without ``"dp"`` or ``"ep"``, and a path that matches no module.

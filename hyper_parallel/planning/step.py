@@ -34,8 +34,8 @@ MeshLike = DeviceMesh | int | Sequence[int] | Mapping[str, int]
 
 
 class DryStepError(RuntimeError):
-    """Error for a model that cannot run with tensors without data, or does not run under its plan. The framework's
-    error is its cause."""
+    """Error for a model that cannot run on tensors without data, or fails under its plan. The ``__cause__`` is the
+    framework's error."""
 
 
 def mesh_of(mesh: MeshLike) -> tuple[tuple[int, ...], tuple[str, ...]]:
@@ -69,9 +69,9 @@ def _usual_names(ndim: int) -> tuple[str, ...]:
 
 
 def apply_plan(model: Any, mesh: DeviceMesh, plan: Any) -> Any:
-    """Apply a plan to ``model`` and return it. A plan for `parallelize_module` is applied on the dimension ``"tp"`` of
-    a mesh with several dimensions. Its `ContextParallel` styles are applied on the dimension ``"cp"``. A plan that is a
-    function is called with model and mesh. None changes nothing.
+    """Apply a plan to ``model`` and return the model. A plan for `parallelize_module` is applied on the dimension
+    ``"tp"`` of a mesh with several dimensions. The plan's `ContextParallel` styles are applied on the dimension
+    ``"cp"``. A plan that is a function is called with model and mesh. With None as plan, nothing changes.
 
     Raises:
         ValueError: for a plan for `parallelize_module` on a mesh of several dimensions without ``"tp"``.
@@ -107,7 +107,8 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def unmatched_keys(plan: Any, paths: Sequence[str]) -> dict[str, str]:
-    """Return the keys of a plan that match no module. The first few have a suggestion of similar paths."""
+    """Return the keys of a plan that match no module, each with a suggestion of similar paths. Only the first few have
+    a suggestion."""
     if not isinstance(plan, Mapping):
         return {}
     known = Paths(paths)

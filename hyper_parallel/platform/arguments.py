@@ -46,14 +46,15 @@ def hashable(value: Any) -> Any:
 
 
 def call_by_position(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Run the native function with the operands, then the static arguments. A ``call`` of `NativeOp`."""
+    """Call the native function with the operands, followed by the static arguments. This is a ``call`` of
+    `NativeOp`."""
     return func(*operands, *static_args)
 
 
 def call_again(func: Any, operands: tuple, static_args: tuple) -> Any:
     """Repeat the native call with its original arguments and new operands, for op-table texts that end in ``...``.
 
-    It is a ``call`` of `NativeOp`. The static arguments end with the remaining arguments, by position and by name.
+    This is a ``call`` of `NativeOp`. The static arguments end with the remaining arguments, by position and by name.
     """
     return func(*operands, *static_args[-2], **dict(static_args[-1]))
 
@@ -67,7 +68,8 @@ def call_elementwise(func: Any, operands: tuple, static_args: Any) -> Any:
 def placed(operands: Sequence[Any], static_args: tuple) -> tuple[list[Any], dict[str, Any]]:
     """Return the positional and keyword arguments of an original call, with new ``operands`` inserted.
 
-    The static arguments end with the places of the operands, and the other arguments by position and by name (`Given`).
+    The last three static arguments are the places of the operands, and all other arguments by position and name
+    (`Given`).
     """
     places, rest, named = static_args[-3:]
     args, kwargs = [*rest], dict(named)

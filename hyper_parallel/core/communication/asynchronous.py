@@ -1,7 +1,7 @@
 """Collectives that are started now and waited for later, along one mesh dimension.
 
 `start` writes into buffers that the caller allocates. `start_redistribution` starts the last collective of a
-redistribution: it overlaps with computation, and the first use of the result waits for it.
+redistribution. That collective overlaps with computation, and the first use of the result waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class _CheckedWork:
         self._work, self._done, self._what = work, done, what
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return at once. Return False if the framework cannot report it."""
+        """Return whether the collective is complete, so that `wait` returns at once. Return False if the framework does
+        not report completion."""
         ask = getattr(self._work, "is_completed", None)
         return ask is not None and bool(ask())
 

@@ -21,15 +21,16 @@ BLOCKS: list[coalesce_gradients] = []
 class coalesce_gradients:
     """Context manager that all-reduces the gradients of replicated parameters together, when the block ends.
 
-    It affects parameters that are replicated while the inputs of their module are sharded, such as norms under
-    `SequenceParallel`. Outside the block, backward does one all-reduce for each of them. The block does one for each
-    mesh and dtype. It sends each parameter once, regardless of how often the model or several backward passes used it.
+    The block affects replicated parameters of modules with sharded inputs, such as norms under `SequenceParallel`.
+    Outside the block, backward does one all-reduce for each such parameter. The end of the block does one all-reduce
+    for each mesh and dtype. Each parameter is sent once, even if the model or several backward passes used the
+    parameter several times.
 
-    Gradients of these parameters are complete after the block. Inside, they lack the contribution of the current
-    backward. So code that reads gradients belongs after the block: clipping, the optimizer, a data-parallel all-reduce.
-    Hooks that read them during accumulation, as in ``DistributedDataParallel``, must not be active.
+    Gradients of these parameters are complete after the block. Inside the block, the gradients lack the contribution of
+    the current backward. So code that reads gradients belongs after the block: clipping, the optimizer, a data-parallel
+    all-reduce. Hooks that read gradients during accumulation, as in ``DistributedDataParallel``, must not be active.
 
-    Two kinds of gradients are all-reduced at once, as without the block. They are gradients of parameters with
+    Two kinds of gradients are all-reduced during backward, as without the block: gradients of parameters with
     ``register_post_accumulate_grad_hook``, and results of ``torch.autograd.grad``.
 
     MindSpore returns gradients. The gradients that `hyper_parallel.mindspore` returns inside the block are all-reduced
@@ -51,9 +52,9 @@ class coalesce_gradients:
     _waiting: dict[tuple[DeviceMesh, tuple[int, ...], Any], dict[int, tuple[Any, Any]]]
 
     def take(self, parameter: Any, cotangent: Any, mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> bool:
-        """Accept ``cotangent``, whose sum over ``mesh_dims`` belongs to the gradient of ``parameter``.
+        """Store ``cotangent``, to be all-reduced over ``mesh_dims`` and added to the gradient of ``parameter`` later.
 
-        Return False if the caller must reduce it.
+        Return False if the cotangent was not stored, so that the caller must all-reduce it.
         """
         if parameter._collect is not None:
             parameter._collect(cotangent, mesh, mesh_dims)

@@ -1,12 +1,10 @@
 """Collectives on plain local tensors along one mesh dimension. They handle uneven sizes and features that a backend
 lacks.
 
-Nothing here is differentiable; `transitions` pairs these into autograd functions. A mesh dimension of size 1 and empty
-tensors cause no communication. All functions raise `CollectiveError` if a rank is lost. All of them use `_bind`, which
-notifies the recorder.
-
-Frequent collectives have a bound form, a function of the tensor alone, such as `bind_all_reduce`. It does all look-ups
-in advance.
+The collectives are not differentiable; `transitions` makes autograd functions of pairs of collectives. A mesh dimension
+of size 1 and empty tensors cause no communication. All functions raise `CollectiveError` if a rank is lost. All
+functions use `_bind`, which notifies the recorder. For frequent collectives, a function such as `bind_all_reduce` does
+all look-ups in advance. It returns a function of the tensor alone.
 """
 
 from __future__ import annotations
@@ -109,8 +107,8 @@ def all_reduce(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str = "sum") -> Any:
 
 
 def all_reduce_extreme(x: Any, mesh: DeviceMesh, mesh_dim: int, op: str) -> Any:
-    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN. Backends differ
-    in the maximum of a number and NaN, so one message has NaN flags next to the values."""
+    """Return `all_reduce` by ``"max"`` or ``"min"`` as a new tensor, with NaN where any rank has NaN. Backends disagree
+    on the maximum of a number and NaN. So the message contains a flag for NaN next to each value."""
     platform = mesh.platform
     shape = tuple(platform.shape_of(x))
     if (
@@ -136,8 +134,8 @@ def all_reduce_over(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int], op: str 
 
 
 def together(tensors: Sequence[Any], platform: Any, collective: Callable[..., Any], *args: Any) -> list[Any]:
-    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results. It
-    is called once, with ``args`` and a new concatenated tensor, which it may overwrite."""
+    """Apply an element-wise ``collective`` to several tensors of one dtype in one message, and return the results.
+    ``collective`` is called once, with a new concatenated tensor, which it may overwrite, and ``args``."""
     shapes = [platform.shape_of(x) for x in tensors]
     counts = [math.prod(shape) for shape in shapes]
     flat = [x.reshape((count,)) for x, count in zip(tensors, counts, strict=True)]
@@ -338,8 +336,8 @@ def scatter(x: Any, mesh: DeviceMesh, mesh_dim: int, dim: int, sizes: Sequence[i
 
 
 def all_gather_object(value: Any, mesh: DeviceMesh, mesh_dim: int) -> list[Any]:
-    """Return one picklable value of each rank of the mesh dimension, in rank order. It is slow, and `CommDebugMode`
-    does not count it."""
+    """Return one picklable value of each rank of the mesh dimension, in rank order. This collective is slow, and
+    `CommDebugMode` does not count it."""
     size = mesh.shape[mesh_dim]
     if size == 1:
         return [value]

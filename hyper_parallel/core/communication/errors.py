@@ -15,10 +15,9 @@ _LOCAL_ERRORS = (RuntimeError, IndexError, MemoryError, ArithmeticError)
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because some ranks did not take part: they ended, hang, or do something else.
-
-    Every rank that waits in the collective raises it, within the time-out of the process group plus a few seconds. The
-    ``__cause__`` is the error of the backend. The process group may be unusable afterwards.
+    """A collective failed because some ranks did not take part: they ended, hang, or run other code. Every waiting rank
+    raises this error, a few seconds after the process group's time-out at the latest. The ``__cause__`` is the error of
+    the backend. The process group may be unusable afterwards.
 
     Attributes:
         collective: name of the collective: ``"all_reduce"``, ``"all_gather"``, ...
@@ -44,7 +43,7 @@ class CollectiveError(RuntimeError):
 class RankMismatchError(ValueError):
     """Ranks have passed inconsistent values or, inside `check_ranks`, were about to do different things.
 
-    All ranks raise it, before anything is done.
+    All ranks raise this error, before anything is done.
 
     Attributes:
         ranks: global ranks whose value differs from the majority's or, without a majority, from the first rank's.
@@ -82,7 +81,7 @@ def explain_along(error: Exception, collective: str, local: Any, mesh: DeviceMes
 
 
 def explain(error: Exception, collective: str, what: str, platform: Any, group: Any, ranks: Sequence[int]) -> None:
-    """Raise CollectiveError from ``error`` if a lost rank caused it. Return otherwise.
+    """Raise CollectiveError from ``error`` if a lost rank caused ``error``; otherwise do nothing.
 
     Args:
         error: the error that the platform's collective raised.
@@ -117,7 +116,7 @@ def explain(error: Exception, collective: str, what: str, platform: Any, group: 
 
 
 def tell_of_failure(error: Exception, what: str, mesh: DeviceMesh) -> None:
-    """Report to the other ranks that an error has ended ``what`` on this rank, so that they stop waiting.
+    """Report to the other ranks that the operation ``what`` failed on this rank, so that they stop waiting.
 
     Return when the other ranks have failed in the same way, or have received the report.
     """

@@ -1,8 +1,8 @@
 """Reads of values that need a collective, such as ``loss.item()`` of a partial loss.
 
-A rank that reads alone, inside ``if rank == 0``, waits until the time-out of its process group. No rank can know this
-without communication. The log tells of a wait that is longer than `SLOW`, with the line of the program and the remedy.
-The error of the time-out has the same remedy.
+A rank that reads alone, inside ``if rank == 0``, waits until the time-out of its process group. No rank can know
+without communication that the others do not read. After `SLOW` seconds, the log reports the wait, with the line of the
+program and the remedy. The error of the time-out names the same remedy.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def read_by_all(what: str, layout: Layout, read: Callable[[], Any]) -> Any:
 
 
 class _Watcher:
-    """A thread that looks at the running reads in intervals.
+    """A thread that checks the running reads at intervals.
 
-    It ends at the first look that finds none.
+    The thread ends when no read is running.
 
     Attributes:
         running: the running reads.

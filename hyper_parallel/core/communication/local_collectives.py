@@ -3,8 +3,8 @@
 Such a collective acts on the local tensor. For example, data-parallel ranks average their gradients shard by shard.
 That is right if all participating ranks hold the same shard.
 
-Ranks that differ in a mesh dimension hold different shards or partial values along it. There the collective is refused,
-on all ranks, since all know the layout and the ranks of the group.
+Ranks that differ in a mesh dimension hold different shards or partial values along it. A collective over such ranks is
+refused. All ranks refuse it, because all know the layout and the ranks of the group.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def check_rows(name: str, whole: Layout, part: Layout, count: int) -> None:
     if not fits:
         raise ValueError(
             f"{name} with DTensors of shape {tuple(whole.shape)} placed {list(whole.placements)} and of shape "
-            f"{tuple(part.shape)} placed {list(part.placements)}: it would concatenate or split the local tensors "
-            "along dimension 0, which does not concatenate or split the global tensors. Pass to_local() of both to "
+            f"{tuple(part.shape)} placed {list(part.placements)}: it acts on the local tensors along "
+            "dimension 0, and does not concatenate or split the global tensors. Pass to_local() of both to "
             f"{name}"
         )

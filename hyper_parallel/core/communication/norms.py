@@ -38,7 +38,7 @@ def total_norm(
 
 @dataclass(frozen=True)
 class _Share:
-    """This rank's share in the norm of the tensors on one mesh, and on slices of it.
+    """This rank's contribution to the norm of all tensors on one mesh and on slices of that mesh.
 
     Attributes:
         mesh: the mesh.
@@ -58,8 +58,8 @@ class _Share:
 
 
 def _shares(layouts: Sequence[Layout | None]) -> list[_Share]:
-    """Return the shares of this rank, one for each mesh, in the order of the tensors. Plain tensors, which all ranks
-    replicate, belong to the first mesh."""
+    """Return this rank's contributions to the norm, one for each mesh, in the order of the tensors. Plain tensors,
+    which all ranks replicate, belong to the first mesh."""
     shares = []
     joined = joined_meshes(layouts)
     first_mesh = next(iter(joined.values()))

@@ -82,7 +82,8 @@ def check_digests(digests: np.ndarray, facts: Mapping[str, Any], mesh: DeviceMes
 def even_global_shape(
     local_shape: tuple[int, ...], placements: tuple[Placement, ...], mesh: DeviceMesh
 ) -> tuple[int, ...]:
-    """Return the global shape if all shards have one shape. Packed shards define their own sizes."""
+    """Return the global shape, assuming that all shards have one shape. The sizes of a `PackedShard` define the size of
+    its dimension."""
     shape = list(local_shape)
     for mesh_dim, placement in enumerate(placements):
         if isinstance(placement, Shard):

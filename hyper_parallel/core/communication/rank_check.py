@@ -31,8 +31,8 @@ Facts = Mapping[str, str]
 
 
 class _Step(NamedTuple):
-    """The step that one rank is about to do. ``facts`` must be equal on all ranks, ``row_facts`` on all ranks in
-    ``row``."""
+    """The step that one rank is about to do. ``facts`` must be equal on all ranks, and ``row_facts`` only on the ranks
+    in ``row``."""
 
     rank: int
     facts: Facts
@@ -226,8 +226,8 @@ def _check_of_world() -> Check:
 
 
 def _report_exception(check: Check, error: Exception) -> None:
-    """Report to the other ranks why this rank leaves the context. The `RankMismatchError` here is ignored, so that the
-    original exception is raised."""
+    """Report to the other ranks the exception with which this rank leaves the context. The resulting
+    `RankMismatchError` is ignored, so that this rank raises the original exception."""
     try:
         check.agree(f"leaving check_ranks() with {type(error).__name__}: {error}")
     except (RankMismatchError, CollectiveError):

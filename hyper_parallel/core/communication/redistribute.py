@@ -51,9 +51,9 @@ def redistribute_local(local: Any, source: Layout, target: Layout) -> Any:
 def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
     """Return a view of ``x`` for a consumer whose cotangent is partial over ``mesh_dims``.
 
-    ``x`` is a DTensor that is replicated on these mesh dimensions. The backward of the view all-reduces. If ``x`` was
-    gathered from a shard, it does one reduce-scatter instead. If the gradient of ``x`` may stay partial, it does not
-    communicate.
+    ``x`` is a DTensor that is replicated on these mesh dimensions. The backward of the view all-reduces the cotangent.
+    If ``x`` was gathered from a shard, backward does one reduce-scatter instead. If the gradient of ``x`` may stay
+    partial, backward does not communicate.
 
     The view is cached on ``x``, or on the plain tensor that ``x`` was made from. So several consumers share one
     collective. Call it under `Platform.no_dispatch`.
@@ -94,10 +94,10 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
 
 
 def made_with(x: Any, gathered: tuple) -> Any:
-    """Return the view of the DTensor ``x`` that its all-gather created, for consumers with partial cotangents.
+    """Return the view, for consumers with partial cotangents, that the all-gather of the DTensor ``x`` has created.
 
     ``gathered`` is `DTensor._gathered`. The cotangents are partial over the mesh dimension of the gathered shards.
-    Return None if there is no view, or if ``x`` was changed since.
+    Return None if there is no view, or if ``x`` was written to after the all-gather.
     """
     return gathered[4] if gathered[5] == x._version else None
 
@@ -120,7 +120,7 @@ def redistribution_steps(source: Layout, target: Layout) -> tuple[Move, ...]:
     same steps.
 
     Several mesh dimensions may shard one tensor dimension, each splitting the shards of the previous one. A step can
-    undo only the last split, and can add a split only after the others. The search over placements ensures this.
+    undo only the last split, or add one split after all existing splits. The search over placements ensures this.
     """
     return _STEPS[source, target]
 
@@ -225,7 +225,7 @@ def _moves(layout: Layout, target: Layout, mesh_dim: int, shards: list[Shard]) -
 
 
 def _can_add(layout: Layout, shard: Shard, mesh_dim: int) -> bool:
-    """Return whether ``shard`` on ``mesh_dim`` would be the last split of its tensor dimension."""
+    """Return whether ``shard`` can be added on ``mesh_dim``, as the last split of its tensor dimension."""
     if layout.placements[mesh_dim] is shard or (isinstance(shard, PackedShard) and layout.packed_mesh_dim is not None):
         return False
     placements = (*layout.placements[:mesh_dim], shard, *layout.placements[mesh_dim + 1 :])

@@ -1,4 +1,5 @@
-"""Rows that go to the ranks of their experts and come back: two differentiable steps, each the other's backward.
+"""Sending of rows to the ranks of their experts and back: two differentiable steps, each of which is the backward of
+the other.
 
 ====================  =======================================================  ====================
 step                  forward                                                  step of the cotangent
@@ -116,7 +117,8 @@ class Dispatch(_RouteStep):
 
 
 class Combine(_RouteStep):
-    """Step that sends rows, sorted by expert, back to their source ranks. The routes of one row are summed there."""
+    """Step that sends rows, sorted by expert, back to their source ranks. If a row went to several experts, the source
+    rank sums their results."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         routes, platform = self.routes, self.platform

@@ -44,7 +44,7 @@ class Gather(Move):
 
     @cached_property
     def for_parts(self) -> Gather:
-        """Return the same step for consumers that return a partial cotangent."""
+        """Return the all-gather of the same shard for consumers that return a partial cotangent."""
         return GatherForParts(
             self.mesh, self.mesh_dim, self.source, self.target, self.source_sizes, self.target_sizes, self.layout
         )
@@ -62,7 +62,7 @@ class Gather(Move):
 
         It returns three tensors. The first is the full tensor for consumers that return the full cotangent. The second
         is the full tensor for consumers that return a partial cotangent, or None if it would be expensive. The third is
-        their common data.
+        the data that both tensors share.
         """
         requires_grad, detach = self.platform.requires_grad, self.platform.detach
 

@@ -2,9 +2,9 @@
 
 A step is a function of a local tensor. Its class defines the effect on local data (``forward``) and the step of the
 cotangent (``back``). The latter is differentiable, so that gradients of gradients are right. All steps follow one
-contract for the cotangent of a local tensor. For `Replicate` it is the full gradient, and for `Shard` a shard of the
-gradient. For `Partial`, each rank's value receives the full gradient. The steps from and to shards are in
-`shard_steps`.
+contract for the cotangent of a local tensor. For `Replicate` the cotangent is the full gradient, and for `Shard` a
+shard of the gradient. For `Partial` the cotangent is the full gradient on each rank. The steps from and to shards are
+in `shard_steps`.
 
 ====================  ====================  =========================  =======================
 step                  in `STEPS`            placements                 forward
@@ -138,7 +138,7 @@ KINDS: dict[str, type[Move]] = {}
 
 
 class Move(Step):
-    """One change of placement on one mesh dimension.
+    """Step that changes the placement on one mesh dimension.
 
     Attributes:
         mesh, mesh_dim: the mesh dimension of the change.
@@ -172,7 +172,7 @@ class Move(Step):
 
     @cached_property
     def back(self) -> Step:
-        """The step of the cotangent."""
+        """The step that converts the cotangent of the result into the cotangent of the input."""
         kind = KINDS[STEPS[self.verb].back]
         source, target = kind.starts or self.target, kind.ends or self.source
         return kind(self.mesh, self.mesh_dim, source, target, self.target_sizes, self.source_sizes)
@@ -257,8 +257,8 @@ class ReduceExtreme(AllReduce):
 
 
 class ReduceProduct(AllReduce):
-    """Reduction to the product of the ranks' elements. Each element receives the cotangent times the product of the
-    others."""
+    """Reduction to the product of the ranks' elements. Each rank's element receives the cotangent times the product of
+    the other ranks' elements."""
 
     def forward(self, ctx: Any, x: Any) -> Any:
         platform, rank = self.platform, self.mesh.get_local_rank(self.mesh_dim)
@@ -277,8 +277,8 @@ class ReduceProduct(AllReduce):
 
 
 class OneSummand(Move):
-    """Conversion of a replicated value into a sum: one rank keeps the value, and the others have zeros. For other
-    reductions, all ranks keep the value."""
+    """Conversion of a replicated tensor into a partial tensor. For a sum, one rank keeps the value, and the other ranks
+    have zeros. For other reductions, all ranks keep the value."""
 
     verb = "one_summand"
 
@@ -340,14 +340,14 @@ def identity_reduce_grad(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Identi
 def linear_key(mesh: DeviceMesh, mesh_dims: tuple[int, ...]) -> Any:
     """Return the key of the view that a tensor caches for linear layers.
 
-    Linear layers read this view in place of that of `partial_grad_view`. Both views are equal, or this one is 2-D, with
-    the leading dimensions flattened.
+    Linear layers read this view in place of the view of `partial_grad_view`. The two views are equal, except that the
+    view for linear layers may be 2-D, with the leading dimensions flattened.
     """
     return mesh, mesh_dims, "linear"
 
 
 def to_owner(gradient: Any, layout: Layout) -> Any:
-    """Return a local gradient converted to a DTensor's (see `platform.contract.Core.to_owner`).
+    """Return a local gradient converted to the gradient of a DTensor (see `platform.contract.Core.to_owner`).
 
     In gradients of gradients, a value computed from the result counts once, because it is equal on all ranks.
     """
@@ -358,6 +358,6 @@ def to_owner(gradient: Any, layout: Layout) -> Any:
 
 def to_summands(gradient: Any, layout: Layout) -> Any:
     """Return a DTensor's gradient converted for its local partial tensors (see `platform.contract.Core.to_summands`).
-    Each rank uses it in a different computation."""
+    Each rank uses the converted gradient in a different computation."""
     dims = layout.summed_mesh_dims
     return identity_reduce_grad(layout.mesh, dims)(gradient) if dims else gradient

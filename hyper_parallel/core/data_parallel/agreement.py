@@ -1,11 +1,11 @@
 """Agreement of ranks on the order of units, so that each collective belongs to the same unit on all ranks.
 
 If ranks ran different units, an all-gather of one unit would meet the all-gather of another, and mix up parameters. So
-ranks compare the next event the first time that it follows a given history. Histories that all ranks have agreed on are
-stored as a tree. If a history was always followed by one event, a rank that repeats the event compares nothing. If
-several events have followed it, ranks compare each time. A rank with a new event does not know whether the other ranks
-have it too. The others may be waiting in a collective of the usual event already. So the rank asks the rendezvous store
-of the process group. Inside `check_ranks` ranks always compare.
+ranks compare an event when it follows a history of events for the first time. Histories that all ranks have agreed on
+are stored as a tree. While only one event has followed a history, a rank that repeats the event compares nothing. If
+several events have followed a history, ranks compare each time. A rank with a new event does not know whether the other
+ranks have it too. The others may be waiting in a collective of the usual event already. So the rank asks the rendezvous
+store of the process group. Inside `check_ranks` ranks always compare.
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ class Steps:
             agreement.comes(self._gather)
 
     def outside(self) -> None:
-        """Forget the forward that started last, when the unit is gathered by hand outside of any forward.
+        """Discard the last forward from the comparison, when the program gathers the unit by hand outside of any
+        forward.
 
-        The model of that forward may have been deleted on some ranks, so ranks must not compare it.
+        Some ranks may have deleted the model of the last forward, so ranks must not compare this forward.
         """
         for agreement in self._reduces:
             agreement.forward = None
@@ -115,8 +116,8 @@ class Steps:
 
 
 class _Place:
-    """A node in the tree of histories. It stores the events that have followed, usually one, each with its next
-    node."""
+    """A node in the tree of histories. A node stores the events that have followed a history, usually one, each with
+    the next node."""
 
     __slots__ = ("event", "next", "others")
 
@@ -126,7 +127,7 @@ class _Place:
         self.others: dict[Event, _Place] = {}
 
     def lead(self, event: Event) -> tuple[_Place, bool]:
-        """Return the node that follows an event, and whether the event is new here."""
+        """Return the node that follows an event, and whether the event is new at this node."""
         found = self.next if self.event is event else self.others.get(event)
         if found is not None:
             return found, False
@@ -175,7 +176,7 @@ class Agreement:
         self._at = self._compare(self._at, event)
 
     def begin_anew(self) -> None:
-        """Forget the whole history, for example after an error. All ranks call it."""
+        """Discard the full history, for example after an error. All ranks must call this method."""
         self._size, self._beginnings, self.forward = 0, self._beginnings + 1, None
         self._after, self._at = _Place(), _Place()
 

@@ -3,7 +3,7 @@
 All ranks then have one loss, and gradients are summed. Unsharded parameters are replicated DTensors, and are read in
 two ways. Operations on a shard of the batch give partial cotangents. The reduce-scatter of the unit reduces them, so
 such operations read the gathered parameter itself. Operations that all ranks repeat on the same values give the full
-cotangent on each rank. Only one rank's cotangent is counted.
+cotangent on each rank. So the sum over ranks includes only one rank's cotangent.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def placed_across(x: Any, mesh: DeviceMesh) -> bool:
 
 
 def is_distributed(tensors: Iterable[Any], mesh: DeviceMesh, what: str) -> bool | None:
-    """Return whether the inputs of a module are a distributed batch; None if no input decides it.
+    """Return whether the inputs of a module are a distributed batch; None if all inputs are ignored.
 
-    DTensors on other dimensions of the mesh and 0-D tensors are ignored.
+    Ignored inputs are 0-D tensors, and DTensors on other dimensions of the mesh.
 
     Args:
         tensors: all tensor arguments of the module.
@@ -96,7 +96,7 @@ def summed_over(mesh: DeviceMesh | None, inner: Sequence[DeviceMesh]) -> Iterato
 
 
 def mixed_batch(what: str, distributed: bool) -> ValueError:
-    """Return the error for a unit that gets DTensors inside one that got plain tensors, or vice versa."""
+    """Return the error for a unit that gets DTensors inside a unit that got plain tensors, or vice versa."""
     given, others = ("DTensors", "plain tensors") if distributed else ("plain tensors", "DTensors")
     return ValueError(
         f"{what} was called with {given}, and the outermost module under fully_shard with {others}. With DTensors all "
@@ -126,7 +126,8 @@ def whole_for_all(x: Any, mesh: DeviceMesh) -> Any:
 
 
 def _counted_once(x: Any, mesh: DeviceMesh, mesh_dims: Iterable[int]) -> Any:
-    """Return a view whose cotangent is equal on all ranks of these mesh dimensions, and is counted on one."""
+    """Return a view whose cotangent is equal on all ranks along these mesh dimensions. Only one rank's cotangent is
+    counted in the sum over ranks."""
     for mesh_dim in mesh_dims:
         x = one_summand(mesh, mesh_dim).back(x)
     return x

@@ -42,7 +42,8 @@ class RecordedCall:
 
 
 class Call(RecordedCall):
-    """One call of a unit of `fully_shard`. With several ranks, `anchors` are unsharded parameters, one of each buffer.
+    """One call of a unit of `fully_shard`. With several ranks, `anchors` contains one unsharded parameter of each
+    buffer.
 
     Attributes:
         parameters: the shards.
@@ -69,15 +70,16 @@ class Call(RecordedCall):
         self.reached = 0
 
     def runs_in_order(self, platform: Platform) -> bool:
-        """Return whether cotangents are complete only after all readers of the parameters have run in backward."""
+        """Return whether all modules that read the parameters have run in backward once the cotangents are complete."""
         all_trained = sum(map(len, self.trained)) == len(self.parameters)
         return all_trained and (platform.fast or NOTHING_FASTER).backward_in_order
 
     def comes_around(self, runs: Callable[[Any], bool], again: bool) -> bool:
-        """Return whether a backward pass reads the parameters, but bypasses the results, or may reach them later.
+        """Return whether a backward pass may read the parameters before it reaches the results of the call, or without
+        them.
 
-        After a recorded backward there are more ways in and out. The pass may come from cotangents of the recorded
-        backward. It may also go to inputs alone, which no function of the call notices.
+        After a recorded backward, a pass may also start at cotangents of that backward. It may end at inputs alone,
+        which no function of the call notices.
 
         Args:
             runs: returns whether the pass runs the function of an autograd context; see `Platform.before_backward`.
@@ -145,7 +147,8 @@ class ModuleGroup:
         return self._call is None or len(self._ran) == self._count
 
     def call_of(self, module: Any, new: Call, asked: bool, again: bool) -> tuple[Call, Sequence[Any]] | None:
-        """Return the running call that ``module`` joins, and its unsharded parameters; None if a new call starts.
+        """Return the running call to which ``module`` belongs, and the unsharded parameters of this call. Return None
+        if a new call starts.
 
         Args:
             module: a module of the unit, which starts to run.
@@ -166,7 +169,7 @@ class ModuleGroup:
             self._ran, self._call, self._wholes, self._asked = {id(module)}, call, wholes, asked
 
     def end(self) -> Call | None:
-        """End the shared call, and return it; None for a unit of one module."""
+        """End and return the call that the modules of the unit share; None for a unit of one module."""
         call, self._call, self._wholes = self._call, None, ()
         self._ran = set()
         return call
@@ -207,7 +210,7 @@ class BackwardPass:
         self._model.prefetch_before(unit, self._open)
 
     def hold(self, unit: UnitParameters, call: Call) -> None:
-        """Unshard ``unit`` until the pass is over."""
+        """Unshard ``unit`` until the backward pass ends."""
         call.check_unchanged(unit.what)
         call.reached, self.one_loss = self.number, call.one_loss
         if unit not in self._held:
@@ -278,7 +281,7 @@ def chosen(xs: Sequence[Any], indices: Sequence[int]) -> Sequence[Any]:
 
 
 def writes_to(shards: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return how often each shard has been written to: the framework's count, and that of the DTensor.
+    """Return two numbers of writes to each shard: the count of the framework, and the count of the DTensor.
 
     The DTensor also counts writes to other tensors of its memory, such as ``p.data.mul_()``. New memory counts too, as
     in ``p.data = x``.

@@ -100,9 +100,10 @@ class FlatBuffer:
         self._pending = work, gathered, own, rows
 
     def shrink(self, mesh: DeviceMesh) -> None:
-        """Save this rank's part of `whole`, which is freed afterwards, to gather it over fewer ranks in backward.
+        """Save this rank's part of `whole`, from which backward gathers `whole` over the last dimension of ``mesh``.
+        The caller frees `whole` afterwards.
 
-        Parts over the last dimension of ``mesh`` have equal sizes, and the last ones are padded with zeros.
+        The parts of all ranks have one size, so the last parts are padded with zeros.
         """
         platform, count, size = self.platform, self.whole.shape[0], mesh.shape[-1]
         width = -(-count // size)
@@ -171,7 +172,7 @@ class FlatBuffer:
         return found
 
     def _arranged(self, gathered: Any, own: dict[int, Any], keep: bool) -> Any:
-        """Return the result of `take` if there is no fast path."""
+        """Return the result of `take` on a platform without a fast path."""
         platform = self.platform
         rows = None if gathered is None else gathered.reshape((self._size, self._length))
         parts = []
@@ -222,9 +223,9 @@ class FlatBuffer:
         return self._cut(self.platform.detach(values))
 
     def lasting_views(self, values: Any) -> list[Any]:
-        """Return views as `views` does, but always the same views of `whole`.
+        """Return each unsharded parameter, as `views` does, but for `whole` return the same views in each call.
 
-        They are for callers that take over the data of views.
+        The method is for callers that take over the data of the views.
         """
         return self._views if values is self.whole else self._cut(self.platform.detach(values))
 

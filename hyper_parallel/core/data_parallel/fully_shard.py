@@ -296,9 +296,9 @@ def _check_options(mp_policy: Any, offload_policy: Any) -> None:
 
 
 def _modules_of(modules: Sequence[Any], platform: Any, called: Any = None) -> Iterator[tuple[int, str, Any]]:
-    """Yield ``(root, path, module)`` for each module that belongs to no unit yet, or to that of the module ``called``.
+    """Yield ``(root, path, module)`` for each module that belongs to no unit, or to the unit of ``called``.
 
-    ``root`` is an index in ``modules``, and ``path`` leads from that module to the yielded one.
+    ``path`` leads from ``modules[root]`` to the yielded ``module``.
     """
     for root, module in enumerate(modules):
         inside: tuple[str, ...] = ()

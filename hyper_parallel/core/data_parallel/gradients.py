@@ -60,9 +60,8 @@ class Gradients:
         self._rows.clear()
 
     def check_kind(self, one_loss: bool, what: str) -> None:
-        """Raise ValueError if gradients of the other kind of batch, distributed or plain, are accumulated.
-
-        Averages and sums must not be added.
+        """Raise ValueError if the accumulated gradients come from the other kind of batch, distributed or plain. Sums
+        of distributed batches must not be added to averages of plain batches.
 
         Args:
             one_loss: whether the batch is distributed.
@@ -78,7 +77,7 @@ class Gradients:
     def accumulated(self, buffer: FlatBuffer, members: Sequence[int]) -> Sequence[int]:
         """Return the parameters of a buffer whose accumulated gradients must be reduced now.
 
-        The present settings decide it, so all ranks return the same indices.
+        The result depends on settings that are equal on all ranks, so all ranks return the same indices.
 
         Args:
             buffer: the buffer.
@@ -108,7 +107,8 @@ class Gradients:
             self._sums[i] = before
 
     def with_accumulated(self, indices: Sequence[int], cotangents: Sequence[Any]) -> Sequence[Any]:
-        """Return cotangents plus the accumulated gradients of the same parameters, which are then forgotten."""
+        """Return ``cotangents`` plus the accumulated gradients of the same parameters. The accumulated gradients are
+        discarded."""
         if not self._sums:
             return cotangents
         found = []
@@ -204,7 +204,7 @@ def _add_to_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> No
 
 
 def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, mesh_dims: tuple[int, ...]) -> None:
-    """Append the partial cotangent of an unsharded parameter to ``unsummed`` until it is reduced.
+    """Append the partial cotangent of an unsharded parameter to ``unsummed``, to be reduced later.
 
     This function is the ``_collect`` of unsharded parameters.
     """
@@ -212,9 +212,10 @@ def leave_unsummed(unsummed: list[Any], index: int, cotangent: Any, mesh: Any, m
 
 
 def with_summed(unsummed: list[Any], indices: Sequence[int], cotangents: Sequence[Any]) -> list[Any]:
-    """Return cotangents of the parameters ``indices`` plus their partial cotangents in ``unsummed``.
+    """Return ``cotangents`` of the parameters ``indices`` plus the partial cotangents of these parameters in
+    ``unsummed``.
 
-    The latter are all-reduced over tensor-parallel ranks, and removed from ``unsummed``.
+    The partial cotangents are all-reduced over tensor-parallel ranks, and removed from ``unsummed``.
     """
     new = dict(zip(indices, cotangents, strict=True))
     groups: dict[Any, list[Any]] = {}

@@ -54,11 +54,11 @@ def _by_dtype(xs: Sequence[Any]) -> list[list[Any]]:
 
 
 class Inputs:
-    """The inputs of the calls of one unit. Backward reaches them after it has passed the modules.
+    """Autograd functions of the inputs of one unit. Backward reaches the inputs after the modules of the unit.
 
-    Some platforms do not report when backward begins. On these, each call is checked when backward reaches its inputs.
-    The reason is frozen parameters: backward reads them, but they have no cotangents that could start a check. On other
-    platforms, the cotangent of the input shows that frozen parameters are not read any more.
+    On a platform that does not report when backward begins, each call is checked when backward reaches its inputs. The
+    cotangents of parameters cannot start this check, because frozen parameters have none. On other platforms, the
+    arrival of the input's cotangent shows that backward has finished reading frozen parameters.
 
     Args:
         platform: platform of the tensors.
@@ -91,7 +91,7 @@ class Inputs:
     def _watched(self, args: tuple, kwargs: dict, inputs: Sequence[Any]) -> tuple[tuple, dict]:
         """Return arguments that let backward call ``told`` when the cotangent of the input has arrived.
 
-        The arguments stay as they are unless exactly one input requires gradients and is a plain tensor.
+        If not exactly one input requires gradients, or this input is a DTensor, return the arguments unchanged.
         """
         platform = self._platform
         found = [x for x in inputs if platform.requires_grad(x)]
@@ -198,7 +198,7 @@ class Results:
         )
 
     def _may_lead(self, x: Any, call: RecordedCall) -> bool:
-        """Return whether backward may go from this result to `RecordedCall.anchors`, although this rank used only
+        """Return whether to connect this result to `RecordedCall.anchors` in the graph, even if this rank used only
         frozen parameters."""
         return self._freed is not None and bool(call.anchors) and self._platform.is_floating_point(x)
 

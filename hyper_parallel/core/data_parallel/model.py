@@ -33,7 +33,7 @@ RUNNING: ContextVar[tuple[Any, ...]] = ContextVar("hyper_parallel_units", defaul
 
 
 class Model:
-    """The units below an outermost one.
+    """State that an outermost unit shares with the units below it.
 
     Args:
         outermost: the outermost unit.
@@ -113,8 +113,8 @@ class Model:
             agreement.forward, agreement.paths = outermost.steps.forward, self._paths
 
     def take_over(self, before: Model) -> None:
-        """Take over accumulated gradients, pending reductions and recorded calls of a model whose outermost unit is
-        below this one."""
+        """Take over the state of a model whose outermost unit is now a unit of this model. The state consists of
+        accumulated gradients, pending reductions and recorded calls."""
         before.settle()
         self.accumulating.update(before.accumulating)
         self.pending += before.pending
@@ -156,8 +156,8 @@ class Model:
         self._order, self._ends = tuple(self._began), tuple(self._ended)
 
     def forward_is_over(self, unit: UnitParameters, call: Call | None = None) -> None:
-        """Free the unsharded parameters of ``call``, unless they shall stay. None stands for a call that several
-        modules of the unit share and that is still running."""
+        """Free the unsharded parameters of ``call``, unless the settings keep them. If ``call`` is None, use the call
+        that the modules of the unit share."""
         call, settings = unit.group.end() or call, unit.settings
         if call is None:
             return
@@ -170,7 +170,7 @@ class Model:
             unit.free()
 
     def _has_come(self, event: Event) -> None:
-        """Make ranks agree on ``event``, if they have communicated in this forward."""
+        """Make ranks agree on ``event`` if the running forward has communicated already."""
         for agreement in self._agreements:
             if agreement.forward is None:
                 agreement.comes(event)
@@ -244,7 +244,7 @@ class Model:
 
     @property
     def recomputes(self) -> bool:
-        """Return whether a recomputed forward may have had its own backward, as in reentrant checkpointing."""
+        """Return whether a recomputed forward may have had a separate backward, as in reentrant checkpointing."""
         return self.platform.accumulates_gradients and (self._nests or not self.platform.tells_beginning)
 
     @property
@@ -294,7 +294,7 @@ class Model:
         return found
 
     def _fails(self, key: Any) -> None:
-        """Close the units of a failed pass at once, so that modules find shards again."""
+        """Close the units of a failed backward pass immediately, so that modules find shards again."""
         failed = self._passes.pop(key, None)
         if not self._passes:
             self._forwards, self._failed = 0, True
@@ -362,7 +362,7 @@ class Model:
             deliver()
 
     def ran_once(self, unit: UnitParameters) -> bool:
-        """Return whether this is the backward of the only call of ``unit`` since the last backward."""
+        """Return whether the running backward belongs to the only call of ``unit`` since the last backward."""
         return self._forwards <= 1 and self._order.count(unit) == 1
 
     def prefetch_before(self, unit: UnitParameters, is_open: Sequence[UnitParameters]) -> None:

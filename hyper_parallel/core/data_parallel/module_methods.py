@@ -90,8 +90,8 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters of this unit. Call it after `unshard`, and before the optimizer's step if
-        `set_reshard_after_backward` left them unsharded."""
+        """Free the unsharded parameters of this unit. Call `reshard` after `unshard`. After
+        ``set_reshard_after_backward(False)``, call `reshard` before the optimizer's step."""
         unit_of(self).parameters.reshard()
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -135,14 +135,14 @@ class FSDPModule:
     # ---------------------------------------------------------------------- gradients
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Set whether backward reduces gradients. With False, full gradients are accumulated without communication. The
-        next backward with True adds its own and reduces the sum."""
+        next backward with True adds its gradients and reduces the sum."""
         for unit in self._units(recurse):
             unit.gradients.reduce_gradients = unit.gradients.all_reduce_gradients = bool(requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Set whether backward all-reduces gradients over the replicating dimension of a 2-D mesh. With False,
-        gradients are accumulated after the reduce-scatter. The next backward with True adds its own and all-reduces the
-        sum."""
+        gradients are accumulated after the reduce-scatter. The next backward with True adds its gradients and
+        all-reduces the sum."""
         for unit in self._units(recurse):
             unit.gradients.all_reduce_gradients = bool(requires_all_reduce)
 
@@ -157,8 +157,8 @@ class FSDPModule:
                 unit.parameters.gradients.forget()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Set whether gradients are complete after the next backward. With False, its reductions stay pending until a
-        later backward with True waits for them. Call it on the outermost unit.
+        """Set whether gradients are complete after the next backward. With False, reductions stay pending until a later
+        backward with True waits for them. Call it on the outermost unit.
 
         Raises:
             RuntimeError: before the first forward, which finds the outermost unit.

@@ -189,9 +189,8 @@ def _in_order(meshes: Sequence[DeviceMesh], dims: DataParallelMeshDims) -> Devic
 
 
 def fewer_ranks(mesh: DeviceMesh, reshard_after_forward: Any) -> DeviceMesh | None:
-    """Return a mesh whose last dimension shards the parameters after forward, over fewer ranks than ``mesh``.
-
-    None means that all ranks of ``mesh`` shard the parameters, or that each rank keeps them unsharded.
+    """Return a mesh whose last dimension shards the parameters after forward, over fewer ranks than ``mesh``. Return
+    None if all ranks of ``mesh`` shard the parameters after forward, or if the parameters stay unsharded.
 
     Args:
         mesh: data-parallel mesh, whose last dimension shards.

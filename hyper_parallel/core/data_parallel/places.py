@@ -30,7 +30,7 @@ _FIRST = 2
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of a parameter in one of the modules that hold it.
+    """An attribute of a module that holds a parameter. A shared parameter has several slots.
 
     Attributes:
         path: path from the unit's module to the module that holds the parameter.
@@ -123,7 +123,7 @@ class Places:
         return tensors if self._indices is None else [tensors[i] for i in self._indices]
 
     def _found(self) -> list[Any]:
-        """Return the entry of each slot, or None if it is missing."""
+        """Return the tensor in each slot, or None for an empty slot."""
         return [table.get(name) for table, name in zip(self._tables, self._names, strict=True)]
 
     def _check_holders(self) -> None:
@@ -200,8 +200,8 @@ class Places:
         self.check_there(self._shown)
 
     def keep_exchanged(self, addresses: Sequence[int], inner: Sequence[Layout | None]) -> bool:
-        """Copy values to parameters whose tensors from `put` got other memory, by ``p.data = x`` or ``p.set_(x)``.
-        Return whether there were any. Interception is off.
+        """Copy values to shards if a forward gave a tensor from `put` new memory, by ``p.data = x`` or ``p.set_(x)``.
+        Return whether any tensor got new memory. Interception is off.
 
         Args:
             addresses: `Platform.addresses` of these tensors after `put`.
@@ -220,7 +220,7 @@ class Places:
             if other or platform.shape_of(x) != platform.shape_of(p) or x.dtype != p.dtype:
                 raise ValueError(
                     f"{self._what}: its forward has given the parameter {slot} of shape {tuple(p.shape)} and dtype "
-                    f"{p.dtype} values of another shape, dtype or placement: write values like the old ones"
+                    f"{p.dtype} values of another shape, dtype or placement: keep shape, dtype and placement"
                 )
         with platform.no_grad():
             for x, p, before, after in zip(self._shown, parameters, addresses, now, strict=True):
@@ -279,7 +279,8 @@ class Writes:
         buffers: Sequence[FlatBuffer],
         members: Sequence[Sequence[int]],
     ) -> bool:
-        """Copy values that a forward has written to the shards; return whether there were any. Interception is off.
+        """Copy the values that a forward has written into the shards; return whether any value was written.
+        Interception is off.
 
         Args:
             wholes: the unsharded parameters that modules have read, by index.
@@ -314,7 +315,8 @@ class Writes:
             self._again = wholes, counts_of(wholes), {i: self._bytes(wholes[i]) for i in self._uncounted}
 
     def arrive_again(self, *of_unit: Any) -> bool:
-        """Do what `arrive` does, with its last arguments, at the end of a backward. Forwards were recomputed there."""
+        """Call `arrive` at the end of a backward, for writes of recomputed forwards. ``of_unit`` are the last arguments
+        of `arrive`."""
         with self._platform.no_dispatch():
             written, self._again = self.arrive(*self._again[:2], *of_unit), ((), (), {})
         return written
@@ -340,7 +342,7 @@ class Writes:
         return self._platform.bytes_of(self._platform.clone(self._platform.detach(whole)))
 
     def _compare(self, wholes: Sequence[Any]) -> None:
-        """Make ranks compare the unsharded parameters: gathered values, and values that the ranks have written."""
+        """Make ranks compare the values of the unsharded parameters, including values that forwards have written."""
         mesh, facts = self._facts.mesh, {}
         for slot in self._facts.slots:
             values = self._bytes(wholes[slot.index])

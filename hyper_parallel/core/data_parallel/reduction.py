@@ -2,7 +2,7 @@
 
 Positions of elements in the buffers of collectives follow from arithmetic alone. All ranks of the data-parallel mesh
 dimension send rows of one length. A parameter has the same columns in each row. The columns have room for the largest
-shard, which is the one of rank 0. Smaller shards are padded with zeros.
+shard, the shard of rank 0. Smaller shards are padded with zeros.
 
 All tensors here are plain local ones, and operations are not intercepted.
 """
@@ -118,7 +118,7 @@ class Block:
 
 
 class CustomCollectives:
-    """The collectives of one unit: collectives of the platform, or custom ones that the program has set.
+    """The collectives of one unit: custom collectives that the program has set, or else the platform's.
 
     Attributes:
         all_gather, reduce_scatter: an object with ``allocate(size, *, dtype, device)`` and ``__call__(output_tensor,
@@ -308,8 +308,7 @@ class Reduction:
             self.row()
 
     def all_reduce(self, more: Any = None) -> None:
-        """Start the all-reduce of the row over the replicating mesh dimension. ``more`` is added first, unless it is
-        None."""
+        """Start the all-reduce of the row, plus ``more`` unless that is None, over the replicating mesh dimension."""
         mesh, op = self._bucket.mesh, self._op
         self._mine = self.row() if more is None else self.row() + more
         if not self._bucket.length or mesh.shape[0] == 1:
@@ -329,7 +328,7 @@ class Reduction:
 
 
 class Buckets:
-    """Facts about unsharded parameters: which are trained, and the bucket of each.
+    """The trained and the frozen parameters of a unit of `replicate`, and the bucket of each trained parameter.
 
     Args:
         mesh: 1-D.

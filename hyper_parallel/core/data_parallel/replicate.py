@@ -64,8 +64,8 @@ class ReplicatedModule:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Run a block without gradient synchronisation, as after `set_requires_gradient_sync`. The forward must be
-        inside.
+        """Context manager without gradient synchronisation, as after ``set_requires_gradient_sync(False)``. The forward
+        must run inside.
 
         Example:
             >>> import torch
@@ -213,7 +213,7 @@ def replicate(
 
 @dataclass(frozen=True)
 class _Mark:
-    """Record of one call of `replicate` on one module. Copies of the module share it.
+    """Record of one call of `replicate` on one module. Copies of the module share the record.
 
     Attributes:
         options: the arguments of `replicate`.
@@ -225,7 +225,8 @@ class _Mark:
     layouts: dict[str, tuple[Layout, Layout | None]] = field(default_factory=dict)
 
     def marks(self, module: Any) -> bool:
-        """Return whether the same call of `replicate` marked ``module`` too. Experts may belong to another call."""
+        """Return whether the same call of `replicate` has marked ``module``. Another call may have marked experts
+        inside the model."""
         other: _Mark | None = vars(module).get(_MARK)
         return other is not None and other.options is self.options
 

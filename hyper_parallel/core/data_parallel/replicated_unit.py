@@ -70,7 +70,7 @@ class _Shared:
 
 
 class ReplicatedUnit:
-    """The parameters of a module and its submodules, in the form in which this rank computes with them.
+    """The parameters of a module and its submodules, as local tensors that modules read during forward.
 
     Args:
         module: the module.
@@ -182,7 +182,8 @@ class ReplicatedUnit:
         return call, tensors
 
     def _goes_on(self, last: _Last, known: Buckets, one_loss: bool) -> bool:
-        """Return whether a new call reuses the views and all-reduces of the last, with no backward in between."""
+        """Return whether a new call can reuse the views and all-reduces of the last call. No backward may have run
+        between them."""
         platform, (call, _, views, _) = self.platform, last
         trained = [known.parameters[i] for i in known.trained]
         return (
@@ -213,7 +214,8 @@ class ReplicatedUnit:
         return anchors, views, tensors
 
     def _as_read(self, known: Buckets, i: int, local: Any, whole: Any) -> Any:
-        """Return a parameter as modules read it. A tensor-parallel one is a DTensor, for this rank's samples.
+        """Return a parameter in the form that modules read. A tensor-parallel parameter is a DTensor for this rank's
+        samples.
 
         Args:
             known: the parameters.
@@ -248,7 +250,8 @@ class ReplicatedUnit:
 
 
 class _Call(RecordedCall):
-    """A call of a module, or several calls that share their gradients. Backward reaches it through its token.
+    """A call of a module, or several calls that share their gradients. Backward reaches the call through the call's
+    token.
 
     Attributes:
         known: the trained parameters and their buckets.
@@ -287,7 +290,8 @@ class _Call(RecordedCall):
     def collect(self, k: int, cotangents: Sequence[Any]) -> None:
         """Add the cotangents of one bucket to its gradients.
 
-        Each parameter has a partial cotangent and, for a distributed batch, a full one. Only the first rank adds those.
+        Each parameter has a partial cotangent and, for a distributed batch, a full cotangent. Only the first rank adds
+        full cotangents.
 
         Raises:
             RuntimeError: if gradients of gradients are recorded.
@@ -310,7 +314,7 @@ class _Call(RecordedCall):
                 self._send()
 
     def add(self, i: int, x: Any) -> None:
-        """Add ``x`` to the gradient of a parameter, unless it is None.
+        """Add ``x`` to the gradient of a parameter, unless ``x`` is None.
 
         Raises:
             RuntimeError: if the gradient was sent already.
@@ -371,4 +375,4 @@ class _Call(RecordedCall):
 
 
 def _nothing() -> None:
-    """Return None. An unpickled module has this function's result in place of its unit."""
+    """Return None, which an unpickled module has in place of its unit."""

@@ -118,7 +118,8 @@ class Unit:
                 model.take_over(before)
 
     def _check_batch(self, inputs: Sequence[Any], is_first: bool, again: bool) -> None:
-        """Determine in the first unit that runs whether the batch is distributed, and check that the others agree."""
+        """Determine whether the batch of the first unit that runs is distributed. Check that all other units get the
+        same kind of batch."""
         model, has_parameters = self.model, bool(self.parameters.facts.slots)
         distributed = is_distributed(inputs, self.parameters.facts.mesh, self.what)
         if not is_first:

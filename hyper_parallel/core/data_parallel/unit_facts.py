@@ -202,15 +202,16 @@ def check_memory(modules: Sequence[Any], parameters: Sequence[Any], platform: An
             for _, other_is_ours, other_is_trained, other, y in before:
                 if (is_ours or other_is_ours) and (is_trained or other_is_trained) and _share_elements(x, y, platform):
                     raise ValueError(
-                        f"fully_shard: {other} and {of} are two tensors that share memory. Sharding would part them: "
-                        "give both modules the same Parameter object, and read the parameter in place of a buffer"
+                        f"fully_shard: {other} and {of} are two tensors that share memory. Shards have separate "
+                        "memory: give both modules the same Parameter object, and read the parameter in place of a "
+                        "buffer"
                     )
             before.append(entry)
 
 
 def _share_elements(x: Any, y: Any, platform: Any) -> bool:
-    """Return whether two tensors, whose memory overlaps, have the address of an element in common. Columns of one
-    matrix have none."""
+    """Return whether two tensors whose memory overlaps have an element at the same address. Two columns of one matrix
+    have no such element."""
     addresses = []
     for one in map(platform.detach, (x, y)):
         steps = zip(platform.shape_of(one), platform.strides(one), strict=True)

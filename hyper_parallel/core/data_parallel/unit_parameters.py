@@ -1,7 +1,7 @@
 """The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
 While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
-Backward frees them when all their cotangents have arrived, and with frozen parameters also that of a known input.
+Backward frees them when their cotangents have arrived, and with frozen parameters also the cotangent of a known input.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class UnitParameters:
 
     def shards(self) -> list[Any]:
         """Return the parameters and create the buffers; while an all-gather is pending, return the shards that it
-        sends. A stale one is discarded: the program wrote to the shards after it had started."""
+        sends. If the program has written to these shards since, the all-gather is stale and discarded."""
         if self._pending and self._sent is not None:
             if self._sent_at is None or self._sent_at == writes_to(self._sent):
                 return self._sent
@@ -263,7 +263,7 @@ class UnitParameters:
         self.places.put_beside(wholes)
 
     def take_over(self) -> None:
-        """Let modules find shards again, so that `free` acts as if `unshard` had not been called."""
+        """Let modules find shards again, so that `free` also frees parameters that `unshard` has gathered."""
         if self._shown:
             self._shown, self._whole_at = [], None
             self.places.take_beside()
@@ -388,7 +388,7 @@ class UnitParameters:
         return found
 
     def abandon(self) -> None:
-        """Discard the state of a failed backward. One that it was nested in goes on."""
+        """Discard the state of a failed backward. A backward in which it was nested continues."""
         if self._open > 1:
             self._open -= 1
         elif self._open:

@@ -186,8 +186,8 @@ class _Parts(ABC):
     def _mask(self, mask: Any, q: Any, length: int, ranges: tuple[Ranges, ...]) -> Any:
         """Return the mask as a DTensor, with its rows in the order in which the ranks hold the queries.
 
-        A rank gets its own share of the mask's gradient, as of parameters. The sum over the ranks is the gradient of a
-        single device.
+        As for parameters, a rank gets only its contribution to the mask's gradient. The sum over the ranks is the
+        gradient of a single device.
         """
         platform, shape = self.platform, tuple(mask.shape)
         if isinstance(mask, DTensor) or len(shape) < 2 or any(n not in (1, length) for n in shape[-2:]):
@@ -225,8 +225,8 @@ class PartsInContext(_Parts):
     def _ranges(self, shapes: Sequence[tuple], facts: Facts) -> tuple[Ranges, ...]:
         """Return the known positions of each rank, after a check of the lengths.
 
-        Each call has an index in its context. All ranks compare lengths when a pair of index and sequence length is
-        new. Other calls check locally.
+        The calls inside a context are numbered. Ranks compare lengths in the first call with this number and sequence
+        length. Later calls check locally.
         """
         platform, compared = self.platform, _COMPARED[self.mesh]
         length = sum(self.sizes)
@@ -265,8 +265,8 @@ class Earlier:
 class PartsOfModule(_Parts):
     """Attention calls of a module with the style `ContextParallel`, where only local shards are known.
 
-    After the first call has compared them, shards are assumed to have one length. Once shards had several lengths,
-    which all ranks know, each call compares (see `uneven_shards`).
+    The first call compares the lengths of the shards between ranks. If these are equal, later calls assume that the
+    lengths stay equal. Otherwise each later call compares (see `uneven_shards`).
     """
 
     def __init__(self, mesh: DeviceMesh, where: str, balance: bool, method: str | None, earlier: Earlier) -> None:
@@ -346,8 +346,8 @@ def ranges_on(mesh: DeviceMesh, length: int, balance: bool) -> tuple[Ranges, ...
 def _rows_as_held(mask: Any, queries: Layout) -> Any:
     """Return a mask of distributed queries, with its rows in the order in which the ranks hold the queries.
 
-    Rows sharded over the ranks of the sequence are shards, as the queries are. Otherwise the rows are in the order of
-    the sequence.
+    A mask whose rows are sharded over these ranks has this order already. In any other mask, the rows are in the order
+    of the sequence.
     """
     cut, rows = SequenceCut.of(queries, queries.ndim - 2), len(mask.shape) - 2
     if cut.natural or rows < 0 or mask.shape[rows] != cut.length:

@@ -144,7 +144,7 @@ class DTensor:
 
     @staticmethod
     def _of_part(local: Any, layout: Layout) -> Any:
-        """Return `from_local` of a shard that is known to have ``layout``. Ranks do not compare it.
+        """Return `from_local` of a shard that is known to have ``layout``. Ranks do not compare their shards.
 
         Raises:
             ValueError: on a rank whose shard has another shape.
@@ -159,8 +159,8 @@ class DTensor:
         return _made_of(local, layout, None)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Any:
-        """Return this rank's shard, as a plain tensor of the local shape. It is differentiable, and does not
-        communicate in forward.
+        """Return this rank's shard, as a plain tensor of the local shape. The conversion is differentiable, and does
+        not communicate in forward.
 
         Args:
             grad_placements: placements of the gradient of the plain tensor. The default is the full gradient for
@@ -364,8 +364,8 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
 def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
     """Return ``local`` through an identity that only affects gradients of gradients.
 
-    There, a plain partial tensor has one contribution per rank, and a partial DTensor has one in all. ``convert`` is
-    `to_owner` for a tensor that becomes a DTensor of ``layout``. It is `to_summands` for a tensor that leaves one.
+    There, each rank contributes to the gradient of a plain partial tensor, and a partial DTensor has one contribution.
+    ``convert`` is `to_owner` where a plain tensor becomes a DTensor, and `to_summands` where a DTensor becomes plain.
     """
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)
 

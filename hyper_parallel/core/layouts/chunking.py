@@ -9,7 +9,7 @@ from hyper_parallel.core.layouts.placement_types import PackedShard, Shard
 
 @lru_cache(maxsize=4096)
 def chunk_sizes(size: int, parts: int) -> tuple[int, ...]:
-    """Return the sizes of the ``parts`` chunks of a dimension, as `torch.chunk` makes them. The last ones may be
+    """Return the sizes of the ``parts`` chunks of a dimension, as `torch.chunk` makes them. The last chunks may be
     smaller or empty.
 
     Example:

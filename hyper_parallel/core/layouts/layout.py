@@ -80,8 +80,8 @@ class Layout:
     def tells_strides(self) -> bool:
         """Return whether the global strides follow from the strides of every rank's shard.
 
-        They do not if some rank has at most one element of a dimension that is longer globally. The stride of that
-        dimension is then meaningless.
+        The result is False if some rank has at most one element of a dimension that is longer globally. On that rank,
+        the stride of the dimension is meaningless.
         """
         parts = [(size, self.smallest_part(dim)) for dim, size in enumerate(self.shape)]
         return all(part > 1 or size == part == 1 for size, part in parts)

@@ -1,8 +1,8 @@
 """The strides that a distributed tensor would have on a single device.
 
-They decide whether an operation gives a view or a copy, and which element gets which random number. Local strides
-determine them if every rank has two or more elements of each dimension. Otherwise the tensor tracks its strides (see
-`aliasing`).
+Strides decide whether an operation gives a view or a copy, and which element gets which random number. Local strides
+determine the single device's strides if every rank has two or more elements of each dimension. Otherwise the tensor
+tracks its strides (see `aliasing`).
 
 Redistribution gives contiguous tensors. `bind_order` restores the strides before an operation reads a redistributed
 tensor.
@@ -73,11 +73,11 @@ def bind_noted_strides(layout: Layout) -> Callable[[Any], Strides | Any]:
 
 
 def bind_order(have: Layout, read: Layout, spaced: bool) -> Callable[[Any, Any], Any] | None:
-    """Return a function that restores the memory order of a redistributed tensor; None if no tensor needs it.
+    """Return a function that restores the memory order of a redistributed tensor; None if the order never changes.
 
     ``order(x, y)`` takes the local tensor ``x`` of layout ``have``, and the redistributed ``y`` of layout ``read``. It
-    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. Operations
-    that return views need ``spaced``: gaps and expanded dimensions of ``x`` are reproduced too.
+    returns ``y`` in the memory order of ``x``. Results of an operation on ``y`` then have that order too. With
+    ``spaced``, gaps and expanded dimensions of ``x`` are also reproduced, which operations that return views need.
     """
     platform, shape, part = have.mesh.platform, have.shape, tuple(read.local_shape)
     if 0 in part or not (spaced or (platform.keeps_memory_order and len(shape) > 1)):

@@ -18,9 +18,9 @@ REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 class Placement:
     """The placement of a tensor on one mesh dimension. Base class of `Shard`, `PackedShard`, `Replicate` and `Partial`.
 
-    Placements are immutable, and equal ones are one object. A DTensor has one for each mesh dimension. Placements of
-    the framework's DTensors, such as torch's, are accepted everywhere and compare equal to these. As keys of a dict
-    they differ.
+    Placements are immutable, and equal placements are one object. A DTensor has one placement for each mesh dimension.
+    Placements of the framework's DTensors, such as torch's, are accepted everywhere and compare equal to placements of
+    this library. As keys of a dict, the two differ.
 
     Example:
         >>> from hyper_parallel import Placement, Shard
@@ -333,6 +333,6 @@ def own_placement(value: Any) -> Any:
 
 
 def own_placements(values: Any) -> Any:
-    """Apply `own_placement` to each item of a sequence; any other value is returned unchanged. Call it before a cache
-    is read or filled."""
+    """Apply `own_placement` to each item of a sequence; any other value is returned unchanged. Call this function
+    before a cache is read or filled."""
     return tuple(map(own_placement, values)) if isinstance(values, (tuple, list)) else values

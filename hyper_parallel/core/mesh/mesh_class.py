@@ -1,10 +1,10 @@
 """DeviceMesh: ranks arranged in a named n-dimensional array. Mirrors ``torch.distributed.device_mesh``.
 
-Meshes are interned: equal platform, ranks, shape and names give the same object. No new process groups are created for
-it, and equality is identity.
+Meshes are interned: equal platform, ranks, shape and names give the same object, without new process groups. So
+equality is identity.
 
 A slice of a mesh refers to the mesh that it was sliced from, its root. Meshes of the same ranks with different roots
-are different meshes. Their dimensions are the same where all rows of ranks are equal.
+are different meshes. Two of their dimensions are the same if all rows of ranks along them are equal.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _ACTIVE = threading.local()
 class DeviceMesh(MeshMethods):
     """Ranks arranged in an n-dimensional array, with a process group for each row along each dimension.
 
-    All ranks of the world must construct it, in the same order as other meshes. This includes ranks outside of the
-    mesh. Constructing an equal mesh again gives the same object. Inside ``with mesh:``, functions use this mesh when
-    they are called without one.
+    All ranks of the world must construct the mesh, in the same order as other meshes. This includes ranks outside of
+    the mesh. Constructing an equal mesh again gives the same object. Inside ``with mesh:``, functions use this mesh
+    when they are called without one.
 
     Args:
         device_type: ``"cpu"``, ``"cuda"`` or ``"npu"``; None for that of the selected platform.
@@ -215,13 +215,13 @@ class DeviceMesh(MeshMethods):
         return index_of_dim(self, mesh_dim, caller)
 
     def rows(self) -> list[list[int]]:
-        """Return the ranks of all slices of the root along the dimensions of this mesh, one list for each slice. This
-        mesh is one of these slices."""
+        """Return the ranks of this mesh, and of all other slices of the root along the same dimensions. Each slice has
+        one list."""
         return self.slices.rows()
 
     def along_in(self, root: DeviceMesh) -> tuple[tuple[int, ...], ...] | None:
-        """Return, for each dimension of this mesh, the dimensions of ``root`` that it covers. Return None where
-        ``root`` has no such dimensions.
+        """Return, for each dimension of this mesh, the dimensions of ``root`` that it covers. Return None if ``root``
+        lacks such a dimension.
 
         Dimensions of different roots are the same if they have the same rows of ranks, in the same order. This is the
         case for two meshes that ``_unflatten`` made from one.
@@ -234,19 +234,21 @@ class DeviceMesh(MeshMethods):
         return self.slices.index_of(other, mesh_dim)
 
     def shares_root(self, other: DeviceMesh) -> bool:
-        """Return whether both are slices of one mesh."""
+        """Return whether this mesh and ``other`` are slices of one mesh."""
         return common_root([self, other]) is not None
 
     def is_beside(self, other: DeviceMesh) -> bool:
-        """Return whether both are slices of one mesh, along different dimensions."""
+        """Return whether this mesh and ``other`` are slices of one mesh, along different dimensions."""
         return self.slices.is_beside(other)
 
     def spans(self, other: DeviceMesh) -> bool:
-        """Return whether both are slices of one mesh, and this mesh has all ranks of ``other``, flattened or not."""
+        """Return whether this mesh and ``other`` are slices of one mesh, and this mesh contains all ranks of
+        ``other``."""
         return self.slices.spans(other)
 
     def contains(self, other: DeviceMesh) -> bool:
-        """Return whether both are slices of one mesh, and this mesh has all dimensions of ``other``."""
+        """Return whether this mesh and ``other`` are slices of one mesh, and this mesh has all dimensions of
+        ``other``."""
         return self.slices.contains(other)
 
     def __getitem__(self, mesh_dim_names: str | int | Sequence[str | int]) -> DeviceMesh:

@@ -26,9 +26,9 @@ def rebuilt(
 ) -> _Mesh:
     """Return the mesh of this process that equals a pickled one.
 
-    Creating process groups takes all ranks of the world, and a rank cannot know whether all of them are loading. So the
-    mesh must exist, need no group, or be a dimension of an existing mesh. If a root mesh equal to the pickled one's
-    root exists, the slice of that root is preferred.
+    Creating process groups takes all ranks of the world, and a rank cannot know whether all ranks are unpickling. So
+    the mesh must exist, need no new group, or equal a dimension of an existing mesh. A slice of the root mesh from
+    which the pickled mesh was sliced is preferred.
 
     Raises:
         RuntimeError: when no mesh of this process fits.

@@ -43,7 +43,7 @@ def root_mesh(
     overrides: Overrides = NO_OVERRIDES,
     only: Any = None,
 ) -> _Mesh:
-    """Return the root mesh of ``ranks``. It is created, of ``groups`` or new process groups, if it does not exist.
+    """Return the root mesh of ``ranks``. If no such mesh exists, create one, with ``groups`` or new process groups.
 
     Args:
         cls: the class of meshes.
@@ -71,8 +71,8 @@ def root_mesh(
 
 
 def new_groups(platform: Platform, ranks: np.ndarray, overrides: Overrides = NO_OVERRIDES) -> Iterator[Any]:
-    """Create groups along each dimension of an array of ranks, and yield this rank's group of each. All ranks of the
-    world must call it."""
+    """Create process groups along each dimension of an array of ranks, and yield this rank's group for each dimension.
+    All ranks of the world must call this function."""
     for dim in range(ranks.ndim):
         backend, options = overrides[dim] if overrides else (None, None)
         yield platform.new_group(rows_along(ranks, (dim,)), backend, options)

@@ -83,7 +83,7 @@ class MeshSlices(Generic[_Mesh]):
         return mine.isdisjoint(others)
 
     def spans(self, other: Any) -> bool:
-        """Return whether both are slices of one mesh, and the ranks of ``other`` are all in the slice of ``self``."""
+        """Return whether both meshes are slices of one mesh, and ``self`` contains all ranks of ``other``."""
         common = common_root([self._mesh, other])
         if common is None:
             return False
@@ -91,7 +91,7 @@ class MeshSlices(Generic[_Mesh]):
         return mine >= others
 
     def contains(self, other: Any) -> bool:
-        """Return whether both are slices of one mesh, and ``self`` has all dimensions of ``other``."""
+        """Return whether both meshes are slices of one mesh, and ``self`` has all dimensions of ``other``."""
         along = other.slices.along_in(self.root)
         return along is not None and set(along) <= set(self.along)
 
@@ -273,7 +273,7 @@ def new_mesh(
     overrides: Overrides = NO_OVERRIDES,
     at: tuple[Any, tuple[tuple[int, ...], ...]] | None = None,
 ) -> Any:
-    """Return a new mesh object, built from its ranks, names and groups.
+    """Return a new mesh object with the given ranks, names and groups. No existing mesh is looked up.
 
     Args:
         cls: the class of meshes.

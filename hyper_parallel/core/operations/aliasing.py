@@ -1,8 +1,8 @@
 """Results that are views on a single device (`CanonicalOp.memory`). Plans make them behave like views here.
 
 There are three cases. If the local operation also returns a view, the framework does the work. If data had to move, the
-result is a copy, which `views.follow` ties to its base. Otherwise some rank has at most one element of a dimension, so
-that local and global strides may differ. Then tracked strides decide whether a copy is needed.
+result is a copy, and `views.follow` registers it as a view of the base. In the third case, some rank has at most one
+element of a dimension. Local and global strides may then differ, and tracked strides decide whether a copy is needed.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class _View:
     def tracked(self, own: Any) -> tuple:
         """Return `DTensor._strides` of each result, from the global strides ``own`` of operand 0.
 
-        An entry is None if local strides determine it, or the result is contiguous. It is `_COPY` for a result that
-        must be a copy.
+        An entry is None if the result is contiguous, or if its local strides determine its global strides. An entry is
+        `_COPY` for a result that must be a copy.
         """
         if own is UNKNOWN:
             return (UNKNOWN,) * len(self.result_shapes)

@@ -1,8 +1,6 @@
 """Conversion of a native call into operands and static arguments, by the signature of the operation. All backends share
-it.
-
-An entry of an op table names the operation. Its text lists only the differences of the native function from the
-signature. `core.rules.signature` defines the language of both.
+this conversion. An entry of an op table names the operation. The text of the entry lists only the differences of the
+native function from the signature. `core.rules.signature` defines the language of texts and signatures.
 """
 
 from __future__ import annotations
@@ -202,7 +200,7 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 def _as_called(signature: Signature, text: str, facts: Facts, words: Words) -> Bind:
     """Return ``bind`` for an operation that is called again with its original arguments.
 
-    Its operands are the tensors among the arguments: those that the signature names, or all.
+    The operands are all tensors among the arguments, or only the tensors that the signature names.
     """
     arguments = read_arguments(text)
     places, names = _places(arguments, words), [x.name for x in arguments]

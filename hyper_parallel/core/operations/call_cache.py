@@ -61,8 +61,8 @@ def _key_of(x: Any) -> Any:
 def remembered_call(
     key: tuple, op: CanonicalOp, args: tuple, kwargs: dict, operands: tuple, recipe: Any, static_args: Any
 ) -> Run | None:
-    """Return ``run(func, args, kwargs)`` for all calls with this key. Return None if the key does not determine how
-    they run.
+    """Return ``run(func, args, kwargs)`` for all calls with this key. Return None if calls with this key may need
+    different recipes.
 
     Args:
         key: `call_key` of this call.
@@ -143,9 +143,10 @@ def _from(places: list[Any]) -> Take:
 
 
 def _places(op: CanonicalOp, operands: tuple, args: tuple, kwargs: dict) -> list[int | str] | None:
-    """Return the position or name of the argument that each operand is. The name is empty for an operand None.
+    """Return, for each operand, the position or the name of the corresponding argument. The name is empty for an
+    operand None.
 
-    Return None if that is ambiguous: an object was passed twice, or an operand is not an argument.
+    Return None if an object was passed twice, or if an operand is not an argument.
     """
     count = len(operands)
     if op.elementwise and _same_elements(operands, args[:count]):

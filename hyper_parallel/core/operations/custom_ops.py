@@ -17,8 +17,9 @@ _CUSTOM: dict[Any, NativeOp] = {}
 def register_sharding(op: Any, rule: Rule | None = None, bind: Callable[..., tuple[tuple, tuple]] | None = None) -> Any:
     """Register a sharding rule for an operation that the library does not support.
 
-    A ``rule`` says which dimensions may be sharded, for all meshes and placements. Without it, the result is a
-    decorator, as in torch. It takes a function that lists the possible placements on one mesh dimension.
+    A ``rule`` says which dimensions may be sharded, for all meshes and placements. Without a ``rule``,
+    `register_sharding` returns a decorator, as in torch. The decorated function lists the possible placements on one
+    mesh dimension.
 
     Args:
         op: native operation as dispatch receives it: the framework's function object, such as

@@ -1,7 +1,7 @@
 """Execution of an operation on distributed tensors: find the recipe, run it on local tensors, wrap the result.
 
-The hot path is one dictionary look-up under the operands' layouts and static arguments. Then come the reads of the
-recipe (usually none), the native operation and the wrap. All other work happens once per recipe.
+The hot path looks up the recipe by the operands' layouts and static arguments. It redistributes operands where needed
+(usually none), runs the native operation, and wraps the result. All other work happens once per recipe.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _RECIPES: dict[tuple, _Recipe] = Cache(_MAX_RECIPES, "recipes of operations")
 
 
 class _Recipe:
-    """The way to run an operation for given layouts. Calling a recipe runs the operation.
+    """All steps to run an operation on operands with given layouts. Calling a recipe runs the operation.
 
     Attributes:
         mesh: the mesh of the operands.
@@ -214,8 +214,8 @@ def _bind_read(
 def _bind_alias(layout: Any, mesh: DeviceMesh) -> Callable[[Any], Any]:
     """Return a function that reads a DTensor for an operation that returns a view.
 
-    The layouts differ at most in mesh dimensions of size 1, so no data moves. The function shares the memory of the
-    DTensor, so that the view shares it too.
+    The operand's layout and ``layout`` differ at most in mesh dimensions of size 1, so no data moves. The result shares
+    the memory of the DTensor, and so does the view.
     """
     wrap, alias = mesh.platform.wrap, mesh.platform.alias
     return lambda x: x if x._layout is layout else wrap(alias(x), layout)
@@ -292,8 +292,7 @@ def _run_without_row(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | None) -> Any:
-    """Run a call that is not cached, and cache it under ``key``. It is not cached if ``key`` is None or the key is
-    ambiguous."""
+    """Run a call that is not cached, and cache it under ``key``, unless ``key`` is None or ambiguous."""
     canonical = OPERATIONS.get(op.name)
     if canonical is None:
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is not a canonical operation")

@@ -104,9 +104,9 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
 
 
 class _Given:
-    """A DTensor, and its gathered value that the operation received.
+    """A DTensor, and the gathered tensor that the operation received in its place.
 
-    The operation may write to that value: batch normalisation updates its running statistics.
+    The operation may write to the gathered tensor: batch normalisation updates its running statistics.
 
     Attributes:
         x: the DTensor.
@@ -118,13 +118,13 @@ class _Given:
         self._how = platform.watch(whole, name) if platform.has_values(whole) else None
 
     def is_written(self) -> bool:
-        """Return whether the operation has written to the gathered value."""
+        """Return whether the operation has written to the gathered tensor."""
         return bool(self._how and self._how())
 
     def write_back(self, name: str) -> bool:
-        """Write the operation's changes of the gathered value to the DTensor, and return whether there were any.
+        """Copy the operation's changes of the gathered tensor into the DTensor, and return whether anything changed.
 
-        All ranks agree, since they computed the same on equal values.
+        All ranks return the same, because all ranks computed the same on equal values.
 
         Raises:
             ValueError: when the placements or autograd make this impossible.
@@ -160,7 +160,7 @@ class _Given:
 
 
 def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:
-    """Call `tell_of_failure` for an operation on distributed tensors."""
+    """Report the failure of an operation on distributed tensors to the other ranks (see `tell_of_failure`)."""
     for x in _dtensors((args, kwargs)):
         tell_of_failure(error, name_of(func), x._layout.mesh)
         return

@@ -20,7 +20,7 @@ _SCALARS = frozenset({int, float, bool, complex, type(None), str})
 def operand_key(x: Any) -> Any:
     """Return the facts about an operand that a recipe depends on.
 
-    It is the layout of a DTensor, the shape of a plain tensor, or None for other operands.
+    The facts are the layout of a DTensor, the shape of a plain tensor, or None for other operands.
     """
     if type(x) in _SCALARS:
         return None
@@ -96,7 +96,8 @@ def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: Canon
 def operand_name(operands: Sequence[Any], i: int, platform: Any, canonical: CanonicalOp | None = None) -> str:
     """Return the name of operand ``i`` in messages.
 
-    It is a parameter or buffer of a known module. For another tensor it is the argument, and the program's variable.
+    A parameter or buffer of a known module has its name there. Any other tensor is named by its argument and the
+    program's variable.
 
     Args:
         operands: operands of the operation.

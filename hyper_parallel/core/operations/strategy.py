@@ -59,8 +59,8 @@ class Strategy:
 class _Choice:
     """A possible sharding of the operation on one mesh dimension.
 
-    ``label`` is sharded as ``shard``, or no label if that is None. With ``splits``, ranks compute different parts, so
-    their gradients of replicated operands are partial.
+    ``label`` is sharded as ``shard``; with None, no label is sharded. With ``splits``, ranks compute different parts of
+    the result, so their gradients of replicated operands are partial.
     """
 
     operands: tuple[Placement | None, ...]
@@ -161,8 +161,8 @@ def _choose(
 def _go_together(one: _Choice, other: _Choice, natural: set[Label]) -> bool:
     """Return whether two mesh dimensions can use these choices together.
 
-    At most one of them may be packed. The other may split the same dimension further if its label is the same. That is
-    not allowed if packed parts are separated (``natural``).
+    At most one of the two choices may be packed. The other choice may shard the same label further, unless the
+    operation separates the packed parts (``natural``).
     """
     packed, rest = (one, other) if one.packed else (other, one)
     if not packed.packed:
@@ -201,8 +201,8 @@ def _choices(
 def _listed(sharding: OpSharding, layouts: tuple[Layout | None, ...], mesh_dim: int, i: int) -> _Choice | None:
     """Return entry ``i`` of `OpSharding.choices` as a choice, or None if it is not applicable.
 
-    Some operand must have its sharded or partial placement already. Sizes of all sharded dimensions must be equal, or
-    divisible by the number of ranks. No operand is converted to a partial sum.
+    At least one operand must already have the sharded or partial placement of the choice. Sizes of all sharded
+    dimensions must be equal, or divisible by the number of ranks. No operand is converted to a partial sum.
     """
     operands, results = sharding.choices[i]
     operands = tuple(

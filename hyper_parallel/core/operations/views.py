@@ -7,7 +7,8 @@ to move first (``x[0]`` of sharded rows), the view has separate memory. Then the
 * A write to the base, or to another view of it, makes the view stale. Its next use raises an error that asks to take
   the view again. An update would communicate, and ranks may differ in which views are still in use.
 
-A `Family` stores the known facts about tensors that share one piece of memory. Only operations that write read it.
+A `Family` stores the known facts about tensors that share one piece of memory. Only operations that write read a
+`Family`.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def apart(operands: tuple, local_operands: tuple, platform: Platform) -> tuple:
 
 
 def part(x: Any, y: Any) -> None:
-    """Register that ``y`` may share memory with ``x`` on a single device, but does not here."""
+    """Register that ``y``, which has separate memory, may share memory with ``x`` on a single device."""
     for tensor in (x, y):
         if tensor._family is None:
             Family(tensor)
@@ -128,13 +129,13 @@ def part(x: Any, y: Any) -> None:
 
 
 def _all_of(family: Any) -> tuple[ref[Family], ...]:
-    """Return a family, and the families that receive its writes."""
+    """Return the family ``family``, and all families to which its writes are copied."""
     source = family.source
     return (ref(family),) if source is None else (ref(family), *_all_of(source.base._family))
 
 
 def follow(x: Any, results: Any, backs: Any, what: str) -> None:
-    """Register ``results``, which are copies here, and would be views of ``x`` on a single device.
+    """Register ``results`` as copies that would be views of ``x`` on a single device.
 
     Args:
         x: the base.

@@ -1,1 +1,1 @@
-"""Checks of code on plain tensors between styled modules: how each tensor is placed, by the sharding rules."""
+"""Checks of code on plain tensors between styled modules. The sharding rules determine the placement of each tensor."""

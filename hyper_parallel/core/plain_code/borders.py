@@ -50,9 +50,10 @@ def misfit(mark: Mark | None, layout: Layout, shape: tuple[int, ...], trains: bo
 
 
 def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> bool:
-    """Return whether a style of ``module`` keeps the placement of its input, and the last dimension is unsharded.
+    """Return whether a style of ``module`` keeps the placement of its input, and the input's last dimension is
+    unsharded.
 
-    This holds for styles of norms. Their ``layout`` may shard another dimension than the input has.
+    This holds for styles of norms. The declared ``layout`` may shard another dimension than the marks of the input.
 
     Args:
         module: module with styles.
@@ -68,8 +69,8 @@ def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> b
 
 
 def output_problem(ways: Ways, shape: tuple[int, ...], source: str) -> Problem | None:
-    """Return the problem of a model output from the module ``source``, with the possible placements ``ways``, or
-    None."""
+    """Return the problem of a model output that is a shard or partial, or None. ``ways`` are its possible placements,
+    and ``source`` is the module that returned it."""
     if not isinstance(ways, tuple) or any(m is None or not (m.sharded or partial_dims(m.layout)) for m in ways):
         return None
     of = f" from {source!r}" if source else ""

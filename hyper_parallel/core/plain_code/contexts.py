@@ -57,10 +57,10 @@ def looking() -> Iterator[None]:
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """Stop following plain tensors that are made from DTensors, inside this context. It is for programs that shard
-    tensors themselves, such as sequences.
+    """Context manager in which plain tensors that are made from DTensors are not followed. Programs that shard tensors
+    themselves, such as sequences, use this context.
 
-    The gradients of parameters are then partial, and the program reduces them as in data parallelism.
+    The gradients of parameters are partial in such programs, which reduce gradients as in data parallelism.
     """
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     if following is None:
@@ -76,7 +76,7 @@ def unmarked() -> Iterator[None]:
 def marked_like(y: Any, x: Any) -> Any:
     """Return ``y`` with the recorded placements of ``x``.
 
-    Their sizes may differ in unsharded dimensions.
+    ``x`` and ``y`` may differ in the sizes of unsharded dimensions.
     """
     following = FOLLOWING[-1] if FOLLOWING and FOLLOWING[-1].is_here else None
     found = held(x)

@@ -161,7 +161,8 @@ class Following(Report):
         return Operand(tuple(x.shape), WHOLE if found is None else found.ways, trains, parameter)
 
     def _are_read(self, operands: Sequence[Any]) -> bool:
-        """Return whether the gradients of ``operands`` without a recorded placement may be used."""
+        """Return whether a parameter or a model input may be among ``operands`` without a mark, or have produced
+        them."""
         # A program may set ``requires_grad`` of zeros that it has made, for the sake of activation checkpointing.
         platform = self._platform
         plain = [x for x in operands if platform.is_tensor(x) and platform.requires_grad(x) and held(x) is None]
@@ -285,8 +286,8 @@ class Following(Report):
     def cut_of(self, x: Any, mesh: DeviceMesh, whole: int, usual: Shard) -> Shard | None:
         """Return the placement of a plain tensor that is known to be a shard on the 1-D ``mesh``, else None.
 
-        A shard of one of the last ``whole`` dimensions also gives None. Some shapes, such as one head of one token,
-        have several possible placements. Then the ``usual`` one is preferred.
+        Return None also if one of the last ``whole`` dimensions is sharded. Some shapes, such as one head of one token,
+        have several possible placements. Among these, ``usual`` is preferred.
         """
         ways, found = ways_of(x), []
         for mark in ways if isinstance(ways, tuple) else ():
@@ -334,8 +335,8 @@ class Following(Report):
         self._inputs.clear(self._platform)
 
     def gives(self, output: Any) -> None:
-        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it
-        or an input is placed so."""
+        """Check the ``output`` of the model. A shard or a partial tensor is a finding, unless a style returned it or an
+        input is placed equally."""
         for y in tensors_in(output, self._platform.Tensor):
             self.reach(y)
             found = held(y)

@@ -45,7 +45,7 @@ class Inputs:
         self._placed.update(_placement(mark) for mark in found.ways)  # type: ignore[union-attr]
 
     def are_placed_as(self, ways: tuple[Mark | None, ...]) -> bool:
-        """Return whether each of the placements ``ways`` is the placement of some input."""
+        """Return whether each possible placement in ``ways`` is also the placement of some input."""
         return all(_placement(mark) in self._placed for mark in ways)
 
     def clear(self, platform: Platform) -> None:

@@ -122,7 +122,7 @@ def judge(call: Call, mesh: DeviceMesh) -> Verdict:
 
 
 def _any_of(ways: Sequence[Ways]) -> Ways:
-    """Return the possible placements of a result, from those for each combination of operand placements."""
+    """Merge the possible placements of a result, which were computed for each combination of operand placements."""
     odd = next((w for w in ways if isinstance(w, (Joined, Lost))), None)
     return odd if odd is not None else tuple(dict.fromkeys(itertools.chain(*ways)))  # type: ignore[arg-type]
 
@@ -152,9 +152,9 @@ def _only_summed(mark: Mark) -> bool:
 
 
 def _assumed(call: Call, marks: tuple[Mark | None, ...]) -> dict[int, Mark]:
-    """Return placements for replicated operands that have the size of a shard.
+    """Return assumed placements of operands without a mark that have the size of a shard.
 
-    The program itself may have created such a tensor as a shard.
+    The program may have created such a tensor as a shard itself.
     """
     known = next(((x, m) for x, m in zip(call.operands, marks, strict=True) if x and m and m.sharded), None)
     if known is None:
@@ -244,7 +244,7 @@ def _judge_layouts(call: Call, marks: tuple[Mark | None, ...], mesh: DeviceMesh,
 def _sharding(name: str, shapes: tuple, static: Any) -> OpSharding | None:
     """Return the result of a rule.
 
-    It is None for operands that do not fit, and for arguments that the rule does not know.
+    Return None if the rule does not support the shapes or the arguments.
     """
     try:
         return OPERATIONS[name].rule(shapes, static)
@@ -355,9 +355,9 @@ def _judge_joined(call: Call) -> Verdict:
 
 
 def _piece(joined: Joined, index: tuple, shape: tuple[int, ...]) -> Ways | None:
-    """Return the placements of the piece that contains a slice of the concatenated dimension, or None.
+    """Return the placements of the piece that contains the slice ``index`` of a concatenated tensor, or None.
 
-    The slice must take all elements of the other dimensions.
+    The slice must take all elements of all dimensions except the concatenated one.
     """
     taken = taken_along(index, shape, joined.dim)
     if taken is None or taken.step != 1:

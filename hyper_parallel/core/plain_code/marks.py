@@ -49,7 +49,8 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Joined:
-    """Marks of a tensor that was concatenated from pieces with different marks. Splitting it restores the marks.
+    """Marks of a tensor that was concatenated from pieces with different marks. Splitting the tensor restores these
+    marks.
 
     Attributes:
         dim: the joined dimension, not negative.
@@ -134,7 +135,7 @@ def mark_of(layout: Layout, summed: tuple[int, ...] = (), merged: int = 0) -> Ma
 
 
 def write_marks(platform: Platform, tensors: Sequence[Any], record: Held, ways: Sequence[Ways]) -> None:
-    """Mark each of ``tensors`` with ``record``, but with its own of ``ways``.
+    """Mark ``tensors[i]`` with a copy of ``record`` that has the possible placements ``ways[i]``.
 
     Replicated tensors without findings get no mark. Numbers without a cotangent, such as indices of scores, get no
     partial cotangent.

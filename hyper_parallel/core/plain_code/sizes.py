@@ -1,7 +1,6 @@
-"""Numbers that a program reads from the shape of a shard. From the whole tensor it would read larger numbers.
-
-A local size is right in a reshape or a slice of local tensors. It is wrong in arithmetic with their values. So the
-numbers remember the number that a single device would have, through the arithmetic of the program.
+"""Numbers that a program reads from the shape of a shard. On a single device, these numbers would be larger. A local
+size is right in a reshape or a slice of local tensors. It is wrong in arithmetic with tensor values. So each number
+also stores the number that a single device would have, and arithmetic in the program updates both.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ def _plain(x: Any) -> Any:
 
 
 def _of_part(here: Any, whole: Any, read: tuple[int, int], roots: Roots) -> Any:
-    """Return ``here``, a number of a shard. It remembers ``whole``, the number that a single device would have."""
+    """Return ``here``, a number computed from the size of a shard, with ``whole``, the number on a single device,
+    attached."""
     if here == whole or type(here) not in (int, float):
         return here
     found: Any = (PartSize if type(here) is int else PartNumber)(here)
@@ -93,7 +93,7 @@ class _OfPart:
 
 
 class PartSize(_OfPart, int):
-    """An integer computed from the size of a shard. It remembers the integer that a single device would have."""
+    """An integer computed from the size of a shard. ``whole`` is the integer that a single device would have."""
 
     def __float__(self) -> float:
         found = int.__float__(self)
@@ -106,7 +106,7 @@ class PartSize(_OfPart, int):
 
 
 class PartNumber(_OfPart, float):
-    """A float computed from the size of a shard. It remembers the float that a single device would have."""
+    """A float computed from the size of a shard. ``whole`` is the float that a single device would have."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return float, (float.__float__(self),)

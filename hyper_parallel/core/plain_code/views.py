@@ -52,8 +52,8 @@ def _by_blocks(mark: Mark, before: tuple[int, ...], after: tuple[int, ...], dim:
     """Return the placements after a reshape of a tensor that is sharded along ``dim`` only.
 
     In row-major order, each rank has consecutive blocks of elements. A dimension of the result is sharded if it ends
-    where a block ends. If it covers several blocks, outer dimensions were merged into it, as (batch, heads) into (batch
-    * heads).
+    where a block ends. If such a dimension covers several blocks, outer dimensions were merged into it, as (batch,
+    heads) into (batch * heads).
     """
     if any(isinstance(p, PackedShard) for p in mark.layout.placements):
         return []
@@ -119,7 +119,7 @@ def of_whole(name: str, static: Any, shape: tuple[int, ...], layout: Layout | No
 
 
 def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
-    """Return an encoded index where slices of all local elements of a sharded dimension are full slices."""
+    """Return an encoded index in which a slice of all local elements of a sharded dimension becomes ``:``."""
     return tuple(
         FULL_SLICE if place.dim in cut and place.is_slice and place.picked == range(shape[place.dim]) else place.item
         for place in region_of(index, shape)
@@ -129,7 +129,7 @@ def _full_slices(index: tuple, shape: tuple[int, ...], cut: set[int]) -> tuple:
 def taken_along(index: tuple, shape: tuple[int, ...], dim: int) -> range | None:
     """Return the elements along ``dim`` that an encoded index takes as a slice.
 
-    None for an index that does not take all elements of the other dimensions.
+    Return None if the index does not take all elements of all other dimensions.
     """
     taken = None
     for place in region_of(index, shape):
@@ -175,7 +175,7 @@ def marks_of_base(
     base: tuple[int, ...],
     base_strides: tuple[int, ...],
 ) -> Ways:
-    """Return the placements of a tensor, one of whose views was written to.
+    """Return the placements of a tensor after a write to one of its views.
 
     The sharded dimension of the tensor is the one with the size and stride of the view's sharded dimension.
 

@@ -1,6 +1,5 @@
-"""Zeros that a program concatenates with a partial tensor, or into which it writes one.
-
-Zeros are correct summands on every rank.
+"""Zeros that a program concatenates with a partial tensor, or into which it writes a partial tensor. Zeros are correct
+summands on every rank.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ JOINING = frozenset({"cat", "index_add", "scatter_add", "setitem", "setitem_", "
 
 
 def zeros_beside(name: str, values: Sequence[Any], platform: Platform) -> tuple[int, ...]:
-    """Return the indices of operands of a `JOINING` operation that are zeros without a mark, before the operation
-    writes.
+    """Return the indices of operands of a `JOINING` operation that are zeros without a mark. Call this function before
+    the operation runs.
 
     Zeros, such as padding, are correct summands on every rank.
     """

@@ -36,7 +36,7 @@ class BatchPart(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The position of a local shard in the tensor that numbers are drawn for.
+    """The position of a local shard in the tensor for which random numbers are drawn.
 
     Attributes:
         shape: shape of that tensor.
@@ -60,7 +60,8 @@ def own_place(layout: Layout) -> Place:
 
 
 def place_of(layout: Layout, name: str) -> Place:
-    """Return the position of a tensor's local shard in the numbers that are drawn for it.
+    """Return the position of a tensor's local shard in the tensor for which random numbers are drawn. Under data
+    parallelism, that is the tensor of the full batch.
 
     Args:
         layout: layout of the tensor inside the running module.

@@ -24,8 +24,8 @@ __all__ = ["ClassLosses", "ClassStatistics"]
 class ClassStatistics:
     """Cross entropy of each sample, and the statistics for its gradient.
 
-    All are plain tensors with a class dimension of size 1. All but the first two are equal on all ranks that share the
-    classes.
+    All values are plain tensors with a class dimension of size 1. The first two are local to each rank. The others are
+    equal on all ranks that share the classes.
 
     Attributes:
         rows: targets as indices into this rank's classes, 0 for targets of other ranks.
@@ -54,8 +54,8 @@ class ClassLosses:
     """The losses over sharded classes, on local tensors.
 
     The argument ``classes`` of the methods describes this rank's classes. It has the attributes ``dim``, ``total``,
-    ``offset`` and ``size`` of `Classes`. The argument ``whole_weight`` says that ``weight`` has all classes. Otherwise
-    it has those of this rank, and the ranks add up the weights of the targets.
+    ``offset`` and ``size`` of `Classes`. With ``whole_weight``, ``weight`` contains all classes. Otherwise ``weight``
+    contains this rank's classes, and the weights of the targets are summed over the ranks.
 
     Args:
         verbs: `Platform`, or an object with the local verbs that the methods call.
@@ -76,9 +76,9 @@ class ClassLosses:
         return verbs.unsqueeze(ignored, classes.dim), verbs.unsqueeze(wrong, classes.dim)
 
     def rows(self, target: Any, classes: Any) -> tuple[Any, Any]:
-        """Return targets as indices into this rank's classes, and a mask of targets of other ranks.
+        """Return targets as indices into this rank's classes, and a mask of targets whose classes other ranks hold.
 
-        A target of another rank has the index 0.
+        A masked target has the index 0.
         """
         verbs, rows = self.verbs, target - classes.offset
         elsewhere = (rows < 0) | (rows >= classes.size)
@@ -157,7 +157,7 @@ class ClassLosses:
         self, x: Any, target: Any, masks: tuple[Any, Any], weight: Any, classes: Any, whole_weight: bool = False
     ) -> tuple[Any, Any]:
         """Return this rank's partial sum of the negative log-likelihood of each sample, and the weights of the samples.
-        The weights are partial sums too, unless there is no ``weight`` or it has all classes. ``x`` has
+        The weights are partial sums too, except without ``weight`` and with ``whole_weight``. ``x`` contains
         log-probabilities.
         """
         verbs, (ignored, wrong) = self.verbs, masks
@@ -200,7 +200,7 @@ class ClassLosses:
     ) -> Any:
         """Return the weight of each target; 1 without ``weight``.
 
-        If ``weight`` has only this rank's classes, targets of other ranks get 0.
+        Without ``whole_weight``, a target whose class another rank holds gets 0.
         """
         verbs = self.verbs
         if weight is None:
@@ -218,7 +218,7 @@ class ClassLosses:
         return self.verbs.sum_along(weighted, classes.dim)
 
     def reduced(self, loss: Any, reduction: str, count: Any) -> Any:
-        """Return the losses of samples as they are, their sum, or their sum divided by ``count``."""
+        """Apply ``reduction`` to the losses of samples: no reduction, their sum, or their sum divided by ``count``."""
         if reduction == "none":
             return loss
         # Some backends leave the sum of an empty tensor uninitialised, so do not use it.

@@ -21,7 +21,7 @@ from hyper_parallel.platform.contract import Platform
 
 @dataclass(frozen=True)
 class Classes:
-    """The sharded class dimension of a tensor, from the view of this rank.
+    """The sharded class dimension of a tensor, and the classes that this rank holds.
 
     Attributes:
         mesh: the mesh.
@@ -110,16 +110,15 @@ class ClassFunctions:
         return self._for_parts(total, classes)
 
     def _for_parts(self, x: Any, classes: Classes) -> Any:
-        """Return a replicated ``x`` that each rank uses for its shard only. The gradient of ``x`` is summed over
-        ranks."""
+        """Return the replicated ``x``, for a computation of this rank's shard only. So backward sums the gradient of
+        ``x`` over ranks."""
         return identity_reduce_grad(classes.mesh, classes.mesh_dims)(x)
 
     # ------------------------------------------------------------ ranks without classes
     def _with_a_class(self, x: Any, classes: Classes, dim: int | None = None, value: float = -math.inf) -> Any:
-        """Return ``x``.
+        """Return ``x``, with at least one class on each rank.
 
-        On a rank without classes, return one class filled with ``value``, so that every rank takes part in each
-        collective.
+        A rank without classes gets one class filled with ``value``, so that every rank takes part in each collective.
         """
         dim = classes.dim if dim is None else dim
         return x if self.platform.shape_of(x)[dim] else self._resize(x, dim, 1, value)
@@ -140,9 +139,9 @@ class ClassFunctions:
         return self._resize(g, ctx.dim, ctx.before, 0.0)
 
     def _noting_forward(self, ctx: Any, y: Any, x: Any, without_samples: bool = False) -> Any:
-        """Return ``y``, and make backward fail on all ranks if ``x`` was modified before.
+        """Return ``y``, and make backward fail on all ranks if ``x`` was written to after forward.
 
-        Ranks that have elements of ``x`` fail anyway. The other ranks must fail too, instead of waiting for them.
+        The framework makes only ranks with elements of ``x`` fail. The other ranks would then wait in a collective.
         """
         ctx.save_for_backward(x)
         ctx.without_samples = without_samples
@@ -154,9 +153,9 @@ class ClassFunctions:
         return self._with_path(None, g, self.platform.to_dtype(x, g.dtype))[0] if ctx.without_samples else g
 
     def _with_path_forward(self, ctx: Any, static: Any, g: Any, x: Any) -> tuple[Any]:
-        """Return ``g``, recorded as computed from ``x`` too, as on ranks with samples.
+        """Return ``g``, and record in the graph that ``g`` also depends on ``x``, as on ranks with samples.
 
-        Gradients of gradients may communicate along this path of the graph.
+        Gradients of gradients may communicate along this path, so all ranks need it.
         """
         ctx.like = self.platform.detach(x)
         return (g,)

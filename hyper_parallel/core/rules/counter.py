@@ -35,8 +35,8 @@ def request(mesh: DeviceMesh, by_counter: bool) -> None:
 def draws_by_counter(mesh: DeviceMesh) -> bool:
     """Return whether tensors on ``mesh`` are drawn by counter.
 
-    The request for ``mesh`` counts, or the request for the smallest mesh that contains it as a slice. All ranks of
-    ``mesh`` get the same result.
+    The program's request for ``mesh`` decides, or else its request for the smallest mesh that contains ``mesh`` as a
+    slice. All ranks of ``mesh`` get the same result.
     """
     if not _REQUESTS:
         return False
@@ -65,7 +65,7 @@ def numbers(kind: str, layout: Layout, dtype: Any, place: Place | None = None) -
     """Return this rank's shard of a tensor of random numbers, as a plain tensor. All generators must be in the same
     state.
 
-    Ranks that hold the same shard, or partial values, of the tensor use the key of the first such rank. Each broadcast
+    Ranks that hold the same shard, or partial values, use the key of the first of these ranks. The broadcast of a key
     sends only four numbers.
 
     Args:

@@ -76,7 +76,8 @@ def attend(call: LocalCall) -> Any:
 
 
 class _Way(NamedTuple):
-    """The algorithm for a call with given layouts.
+    """The algorithm of attention for a call with given layouts. Either ``exchange``, ``joined`` or the native operation
+    computes the result.
 
     Attributes:
         cut: sharded sequence of the queries.
@@ -131,7 +132,7 @@ def _find_way(platform: Any, q: Any, layouts: tuple, static_args: tuple) -> _Way
 
 
 def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
-    """Return the method: the one that the program requests, or the one that sends the least.
+    """Return the method that the program requests, or else the method that sends the least.
 
     The ring and the all-gather send the same amount. The ring is used if gathered keys and values would need more
     memory than the local queries and outputs.
@@ -168,7 +169,7 @@ def choose(platform: Any, q: Any, cut: SequenceCut, layouts: tuple) -> str:
 
 # ------------------------------------------------------------------------------------------------ exchange to heads
 class Exchange:
-    """Attention on the full sequence of some heads, on each rank.
+    """Attention by all-to-all: each rank computes the full sequence for its share of the heads.
 
     Tensors are sent with positions before heads, as projections write and read them.
     """
@@ -216,9 +217,9 @@ class Exchange:
 
 
 def _make_exchanges(platform: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return two functions: the exchange of queries, keys and values to heads, and of the output to positions.
+    """Return two functions: one exchanges shards of positions for shards of heads, and the other does the reverse.
 
-    Each is the backward of the other. If backward is recorded, it consists of differentiable steps.
+    Each function is the backward of the other. A recorded backward consists of differentiable steps.
     """
     detach = platform.detach
 
@@ -249,9 +250,11 @@ _EXCHANGES: Table = Table(_make_exchanges)
 
 # ------------------------------------------------------------------------------------------------ gathered keys
 def _own_rows(platform: Any, q: Any, mask: Any, own: tuple, keys: int) -> Any:
-    """Return the causal mask of the queries at positions ``own``, combined with ``mask``, their rows of another mask.
+    """Return the causal mask of the queries at positions ``own``, combined with ``mask``, the same rows of another
+    mask.
 
-    Without ``mask``, the result is added to the scores. Otherwise it is booleans or numbers, as ``mask`` is.
+    The result has the kind of ``mask``: booleans, or numbers to add to the scores. Without ``mask``, it contains
+    numbers to add.
     """
     rows = np.concatenate([np.arange(0), *(np.arange(start, start + n) for start, n in own)])
     queries = platform.places(rows, q).reshape((len(rows), 1))

@@ -19,10 +19,10 @@ from hyper_parallel.core.rules.registry import rule
     memory="ordered",
 )
 def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Product of x and noise. Element by element, the noise equals that of a single device.
+    """Product of x and noise. Each element gets the noise that it would get on a single device.
 
-    The noise is the same on every rank, so the operation is linear in x. All ranks' values of a partial tensor get the
-    same noise.
+    All ranks use the same noise for an element, so the operation is linear in x. This includes the ranks' summands of a
+    partial tensor.
     """
     labels = named(shapes[0])
     return unary(labels, labels, shapes[0], terms=((0,),), call=_drop)
@@ -31,9 +31,9 @@ def dropout(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def _drop(call: LocalCall) -> Any:
     """Return the local result of dropout.
 
-    Every rank draws the noise of the full tensor from its generator and uses its shard of it. This temporarily takes
-    memory of the global size, and keeps all generators in the same state. Ranks with the same shard use the noise of
-    the first of these ranks. That is unnecessary if the noise comes from a separate generator.
+    Every rank draws the noise of the full tensor from its generator, and uses the elements of its shard. This
+    temporarily takes memory of the global size, and keeps all generators in the same state. Ranks with the same shard
+    receive the noise of the first of these ranks. No rank needs to receive noise that comes from a separate generator.
 
     On request, noise of single elements is drawn by counter, so that each rank draws only its shard.
     """

@@ -65,7 +65,7 @@ def mul(shapes: tuple, static_args: Any) -> OpSharding | None:
 @rule("mul_", "*xs", elementwise=True)
 @_in_place
 def mul_(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """`mul` in place. The result is partial exactly if operand 0 is, since it keeps its placement."""
+    """`mul` in place. Operand 0 keeps its placement, so the result is partial exactly if operand 0 is partial."""
     return _elementwise(shapes, ((0,),))
 
 

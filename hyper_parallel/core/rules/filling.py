@@ -1,8 +1,9 @@
 """Filler elements for ranks without elements of a dimension, for kernels that are wrong for empty tensors.
 
-Kernels may reject empty tensors, record no operation for them, or use another path, especially in backward. So the rank
-adds one element and drops its results. Their cotangents are zero, and so are its contributions to gradients of operands
-without the dimension. Backward then has the same steps as on other ranks.
+Kernels may reject empty tensors, record no operation for them, or use another path, especially in backward. So a rank
+without elements computes with one filler element and drops the results. The cotangents of dropped results are zero. So
+are the rank's contributions to gradients of operands that lack the dimension. Backward then has the same steps as on
+other ranks.
 """
 
 from __future__ import annotations
@@ -59,10 +60,10 @@ def bind_filled(call: Call, sharding: OpSharding, layouts: Sequence[Layout | Non
 
 
 def bind_dense(call: Call, layouts: Sequence[Any], platform: Platform) -> Call:
-    """Return ``call`` with dense cotangents in backward, for a rank whose results, of ``layouts``, are empty.
+    """Return ``call`` with dense cotangents in backward, for a rank on which a result is empty.
 
-    Kernels that require dense cotangents copy the expanded cotangent of a reduction. They do not copy an empty one,
-    which counts as dense with any strides.
+    Kernels that require dense cotangents copy the expanded cotangent of a reduction. They do not copy an empty
+    cotangent, which counts as dense with any strides.
     """
     if not any(isinstance(layout, Layout) and 0 in layout.local_shape for layout in layouts):
         return call

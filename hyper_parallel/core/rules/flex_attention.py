@@ -16,8 +16,8 @@ from hyper_parallel.core.rules.registry import rule
 def flex_attention(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Attention with scores that functions change, and its statistics, independent for each batch element and head.
 
-    A statistic is a number for each query. The last static argument of the local call is the range of batch elements
-    and heads on this rank. It consists of (start, length) ranges, several if shards are packed.
+    A statistic is a number for each query. The last static argument of the local call contains this rank's (start,
+    length) ranges of batch elements and heads. Packed shards have several ranges.
     """
     fixed, statistics = static_args[:2]
     found = by_heads(shapes[:3], (False, 0.0))

@@ -1,6 +1,5 @@
-"""Functions that convert arguments of a native function to the static arguments of an operation (see `signature`).
-
-Each converts one form of the arguments. Both frameworks share them.
+"""Functions that convert arguments of a native function to the static arguments of an operation (see `signature`). Each
+function supports one form of the arguments. Both frameworks share these functions.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class _Attention:
         return self if fits and self.shared and heads % self.shared == 0 else None
 
     def _labels(self, ndim: int, heads: int) -> Labels:
-        """Return labels of a tensor with ``heads`` heads. A single key head that serves many query heads is not sharded
-        with them."""
+        """Return labels of a tensor with ``heads`` heads. A single key head that serves many query heads stays
+        unsharded."""
         own = "n" if heads > 1 or self.heads == 1 else None
         return tuple("b" if d == self.batch else own if d == self.head else None for d in range(ndim))
 
@@ -165,6 +165,7 @@ def _local_heads(static_args: tuple, operand_layouts: tuple, result_layouts: tup
 
 
 def _draw(call: LocalCall) -> Any:
-    """Run the native operation with the same noise on every rank, from generators in the same state."""
+    """Run the native operation after all ranks got the first rank's generator state, so that their noise is the
+    same."""
     share_state(call.operand_layouts[0].mesh)
     return call.run()

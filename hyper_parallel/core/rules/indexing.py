@@ -118,12 +118,14 @@ def _is_tensor(item: Any) -> bool:
 
 
 def _place_of_block(index: tuple, items: tuple) -> int | None:
-    """Return the position in ``items`` before which the index tensors' dimensions are inserted; -1 for none.
+    """Return the position in ``items`` before which the dimensions of the index tensors are inserted; -1 without index
+    tensors.
 
-    The rules are NumPy's: adjacent index tensors are replaced in place, separated ones by leading dimensions.
+    The rules are NumPy's: the dimensions of adjacent index tensors stay in place, and those of separated index tensors
+    come first.
 
-    In NumPy, an int or 0-d tensor among them counts as an index tensor; in torch, it is selected first. An ``...`` that
-    represents no dimension separates in NumPy only. The result is None if that makes a difference.
+    NumPy treats an int or 0-d tensor as an index tensor, and torch selects it first. An ``...`` that represents no
+    dimension separates index tensors in NumPy only. The result is None if these differences change the position.
     """
     tensors = [i for i, item in enumerate(items) if _is_tensor(item) and item[2] > 0]
     if not tensors:
@@ -139,7 +141,8 @@ def _place_of_block(index: tuple, items: tuple) -> int | None:
 
 
 def _index_of_view(static_args: tuple, shape: tuple, result_shapes: list) -> tuple | None:
-    """Return the index if it gives a view: only ints, slices, None and ellipses."""
+    """Return the index, in a tuple, if it gives a view: if it consists of ints, slices, None and ellipses. Otherwise
+    return None."""
     index = static_args[0]
     return None if any(isinstance(item, tuple) and item[0] != "slice" for item in index) else (index,)
 

@@ -65,7 +65,8 @@ def _parts(x: tuple[int, ...], dim: int, sizes: Sequence[int], localize: Any = N
 
 
 def _pieces(length: int, size: int) -> list[int]:
-    """Return the sizes of the pieces of ``length`` elements, in steps of ``size``. A length of 0 is one piece of 0."""
+    """Return the sizes of the pieces when ``length`` elements are split into pieces of ``size``. A length of 0 gives
+    one piece of size 0."""
     return [min(size, length - start) for start in range(0, length, size)] or [0]
 
 

@@ -42,7 +42,7 @@ class _Sizes(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """The part of the local tensors that a `Pair` of slices uses.
+    """A `Pair` of slices, with the blocks of queries in which it is computed.
 
     Attributes:
         pair: the slices of queries and keys.
@@ -105,8 +105,8 @@ class JoinedCall:
     def sizes(self, *tensors: Any) -> _Sizes:
         """Return the division into groups of heads for queries, keys and values of these shapes.
 
-        Ranks that communicate get the same groups. Their tensors differ only in the number of positions, of which the
-        largest counts.
+        Ranks that communicate get the same groups. The tensors of these ranks differ only in the number of positions,
+        and the largest number decides.
         """
         key = (*(x.shape for x in tensors), tensors[1].itemsize)
         found = self._sizes.get(key)
@@ -205,7 +205,7 @@ class JoinedAttention:
     def _cat(self, xs: list[Any], dim: int) -> Any:
         """Return ``xs`` concatenated along heads (-3) or positions (-2).
 
-        Positions come first in memory, as projections read and write them, so that no copies are needed.
+        In memory, positions come before heads, as projections read and write tensors, so that no copies are needed.
         """
         if len(xs) == 1:
             return xs[0]
@@ -214,7 +214,7 @@ class JoinedAttention:
         return platform.transposed(platform.cat(swapped, xs[0].ndim - 5 - dim), -3, -2)
 
     def _pieces(self, call: JoinedCall, k: Any, v: Any) -> Iterator[tuple[list[_Part], Any, Any]]:
-        """Yield each piece of keys and values, preceded by the parts of the computation that use it."""
+        """Yield the pieces of keys and values, each with the parts of the computation that use this piece."""
         if call.gather is not None:
             yield call.parts[0], k, v
             return

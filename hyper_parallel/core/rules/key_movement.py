@@ -36,8 +36,8 @@ class KeyGather:
         return self._both([k, v], [step.collective for step in self.steps])
 
     def backward(self, both: list[Any]) -> tuple[Any, Any]:
-        """Return this rank's shards of both gradients, summed over ranks. The result is differentiable. The list
-        ``both`` is emptied to free its memory."""
+        """Return this rank's shards of the gradients of keys and values, summed over ranks. The result is
+        differentiable. The list ``both`` is emptied to free its memory."""
         return self._both(both, [step.for_parts.back for step in reversed(self.steps)])
 
     def _both(self, both: list[Any], steps: list[Any]) -> tuple[Any, Any]:
@@ -106,7 +106,7 @@ class RingBuffers(NamedTuple):
 
 
 class Ring:
-    """Keys and values of all ranks of a mesh dimension, one rank's at a time, from rank to rank.
+    """Ring of the ranks along a mesh dimension, through which the keys and values of each rank are passed.
 
     Args:
         platform: platform of the tensors.
@@ -146,10 +146,11 @@ class Ring:
         yield from self.others()
 
     def gradients(self, part: Callable[[int, Any, Any], list[Any]], then: Callable[[], None] | None) -> list[Any]:
-        """Return gradients of this rank's keys and values: sums over ranks of the results of ``part(source, k, v)``.
+        """Return the gradients of this rank's keys and values. On each rank, ``part(source, k, v)`` computes the
+        gradients of one piece, which are summed over ranks.
 
-        The gradients of a piece follow it around the ring, and return from the last rank that holds it. Meanwhile, this
-        rank calls ``then()`` and computes the gradients of its local piece.
+        The gradients of a piece follow the piece around the ring, and return to the source from the last rank.
+        Meanwhile, this rank calls ``then()`` and computes the gradients of its local piece.
         """
         coming: _Message | None = None
         for piece in self.others():

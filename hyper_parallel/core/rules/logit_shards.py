@@ -1,8 +1,8 @@
 """Heads whose plain output holds only this rank's classes: a loss must not treat these as all classes.
 
-Plain logits do not record which module made them. They may come from such a head if they have its number of local
-classes. If autograd records, their graph must also lead to the weight of the head's last call. Without recorded
-operations, as in an evaluation, the number of classes alone decides, as long as the head exists.
+Plain logits do not record which module made them. Logits may come from such a head if their number of classes is the
+head's local number. If autograd records, the graph of the logits must also lead to the weight of the head's last call.
+Without recorded operations, as in an evaluation, the number of classes alone decides, as long as the head exists.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PartOfClasses:
         self._weights[module] = None
 
     def noting(self, forward: Callable[..., Any], module: Any) -> Callable[..., Any]:
-        """Return ``forward(module, ...)`` of the head and its copies, extended to store the weight of each call."""
+        """Return ``forward``, the forward of the head and its copies, extended to store the weight of each call."""
         platform = self._mesh.platform
         name, own, records = platform.kind_of(module).weight, platform.own_parameters, platform.requires_grad
         last: tuple[Any, Any, bool] = (weakref.ref(module), _nothing, False)
@@ -76,8 +76,8 @@ def part_of_classes(module: Any) -> PartOfClasses | None:
 
 
 def remember_part_of_classes(module: Any, path: str, features: int, own: int, mesh: DeviceMesh) -> None:
-    """Register a module whose plain output has ``own`` of its ``features``, if no following layer expects such a
-    shard."""
+    """Register a module whose plain output is this rank's shard of ``own`` features. Call this function if no following
+    layer expects a shard."""
     what = (
         f"the logits have {own} classes, this rank's shard of the {features} output features of {path!r}. The "
         f"ColwiseParallel of {path!r} shards them over {mesh} and returns a plain tensor. Use "
@@ -89,8 +89,8 @@ def remember_part_of_classes(module: Any, path: str, features: int, own: int, me
 
 
 def refuse_part_of_classes(count: int, logits: Any = None) -> None:
-    """Raise for plain logits in a loss that have ``count`` local classes of a head. ``logits`` is None if only their
-    number is known.
+    """Raise for plain logits in a loss that have ``count`` local classes of a head. ``logits`` is None if only the
+    number of classes is known.
 
     Raises:
         ValueError: on each rank, when ``count`` is its number of classes of a head.

@@ -10,9 +10,8 @@ from hyper_parallel.core.rules.registry import rule
 @rule("rms_norm", "x weight=None | normalized statistics=0 eps=None", repeatable=True)
 @rule("layer_norm", "x weight=None bias=None | normalized statistics=0 eps=1e-5", repeatable=True)
 def norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
-    """Normalisation over the last dimensions, which weight and bias also have.
-
-    Statistics keep the normalised dimensions with size 1.
+    """Normalisation over the last dimensions, whose shape is that of weight and bias. Statistics keep the normalised
+    dimensions with size 1.
     """
     x, parameters = shapes[0], shapes[1:]
     normalised, statistics = (*static_args, 0)[:2]

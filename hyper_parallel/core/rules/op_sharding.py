@@ -4,10 +4,10 @@ A rule takes the global shapes and static arguments of one canonical operation. 
 results with labels, as einsum does. The `strategy` module derives everything else from them:
 
 * A label that a result also has can be sharded: every operand with the label is sharded there. An operand without the
-label is read as replicated, through a view whose backward reduces. Each rank computes a partial gradient of it. * A
-label that no result has is contracted. Sharding it makes the result partial, with the reduction ``reduce``. * A
-dimension with the label ``None`` must be unsharded. * An operation that is a sum of products (``terms``) keeps a
-partial sum partial.
+  label is read as replicated. Each rank computes a partial gradient of such an operand, and the backward of a view
+  reduces this gradient. * A label that no result has is contracted. Sharding it makes the result partial, with the
+  reduction ``reduce``. * A dimension with the label ``None`` must be unsharded. * An operation that is a sum of
+  products (``terms``) keeps a partial sum partial.
 
 Example, ``y = x @ w.T + b``::
 

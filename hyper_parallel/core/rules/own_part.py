@@ -1,8 +1,8 @@
 """Reading and writing by indices along a sharded dimension: each rank accesses the elements of its shard.
 
-An element that another rank holds is read as zero, so that the results of all ranks can be summed. It is written to a
-spare row after the shard, which is dropped. So all ranks compute the same operations, and shapes do not depend on the
-data.
+An element that another rank holds is read as zero, so that the results of all ranks can be summed. A write to such an
+element goes to a spare row after the shard, and the spare row is dropped. So all ranks compute the same operations, and
+shapes do not depend on the data.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from hyper_parallel.platform.indexing import FULL_SLICE, Place
 
 
 def whole_along(dims: Iterable[int]) -> Callable[[tuple], bool]:
-    """Return the `OpSharding.native_if` of an operation that reads or writes operand 0 along ``dims``.
-
-    It is a function that returns whether every rank has all elements of these dimensions.
+    """Return the `OpSharding.native_if` of an operation that reads or writes operand 0 along ``dims``. This function
+    returns whether every rank has all elements of these dimensions.
     """
     dims = tuple(dims)
     return lambda layouts: not any(layouts[0].shard_mesh_dims(dim) for dim in dims)
@@ -126,9 +125,8 @@ class Cut:
 
     @staticmethod
     def of(region: tuple[Place, ...], labels: Labels) -> Cut | None:
-        """Return the `Cut` for a region of x, or None if no dimension is cut or a step is negative.
-
-        ``labels`` are those of x, with None for cut dimensions.
+        """Return the `Cut` for a region of x, or None if no dimension is cut or a step is negative. ``labels`` are the
+        labels of x, with None for cut dimensions.
         """
         dims = tuple(dim for dim, label in enumerate(labels) if label is None)
         ranges = [place.picked for place in region if place.dim is not None]
@@ -161,7 +159,8 @@ class Cut:
     def take(self, call: LocalCall) -> Any:
         """Return ``x[index]``, replicated over the ranks that share the cut dimensions.
 
-        It is the sum of the ranks' elements, padded with zeros. Its strides are those of the single device's view.
+        Each rank pads its selected elements with zeros, and the results are summed over ranks. The result has the
+        strides of the single device's view.
         """
         platform = call.platform
         (x,), layout, result = call.operands, call.operand_layouts[0], call.result_layouts[0]
@@ -213,14 +212,14 @@ class Cut:
         return first, last
 
     def _own_slice(self, layout: Layout, dim: int) -> tuple:
-        """Return the elements of `_own` as a slice of this rank's shard of x."""
+        """Return the selected elements of this rank as a slice of its shard of x."""
         first, last = self._own(layout, dim)
         own = self.ranges[dim][first:last]
         begin = own.start - layout.local_offset[dim] if own else 0
         return ("slice", begin, begin + (own[-1] - own.start + 1 if own else 0), own.step)
 
     def _shape_for_x(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the value with one dimension for each dimension of x."""
+        """Return the shape of the value, extended to one dimension for each dimension of x."""
         sizes = [1] * len(self.ranges)
         for dim, size in zip(reversed(self.kept), reversed(shape), strict=False):
             if dim is not None:
@@ -238,7 +237,7 @@ def _between_zeros(platform: Any, x: Any, dim: int, before: int, after: int) -> 
 def _places(platform: Any, index: Any, layout: Layout, dim: int) -> tuple[Any, Any, Any, Any]:
     """Return local positions and masks for an index tensor along a sharded dimension.
 
-    The masks are elements outside of this rank's shard, negative indices, and indices that are out of range globally.
+    The masks mark elements outside of this rank's shard, negative indices, and indices that are out of range globally.
     """
     size, whole = layout.local_shape[dim], layout.shape[dim]
     is_negative = index < 0

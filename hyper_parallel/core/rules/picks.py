@@ -2,11 +2,9 @@
 
 Each rank counts the selected elements of its shard, such as nonzero ones. The counts are exchanged, so every rank knows
 the total and the positions of its elements. Then only the selected elements are gathered, padded to the largest count,
-never the tensor itself.
-
-A single device selects in row-major order. A shard that is split along a later dimension then consists of *segments*.
-There is one for each index of the dimensions before the last split dimension. One count per segment is exchanged; there
-is one segment if only dimension 0 is sharded.
+and never the tensor itself. A single device selects in row-major order. In this order, a shard that is split along a
+later dimension consists of several *segments*. There is one segment for each index of the dimensions before the last
+split dimension. One count per segment is exchanged; there is one segment if only dimension 0 is sharded.
 """
 
 from __future__ import annotations
@@ -28,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Picks:
-    """The number of elements that each rank selects from its shard, and their positions. All ranks know all counts.
+    """The number of elements that each rank selects from its shard, and the positions of these elements. All ranks know
+    all counts.
 
     Args:
         layout: layout of the tensor to select from. At least one mesh dimension of more than one rank must shard it.

@@ -1,11 +1,11 @@
 """Random numbers on a mesh: all generators are in one state, and each rank draws the numbers of a single device.
 
 A sharded tensor takes its shard of the numbers that are drawn for the full tensor. So initialisation and dropout do not
-depend on the number of ranks. This requires equal generator states over the mesh. `synchronize` ensures them once per
-mesh, before its first random operation. It copies the state of the first rank.
+depend on the number of ranks. This requires equal generator states over the mesh. `synchronize` copies the state of the
+first rank, before the first random operation on a mesh.
 
-Later, a program may draw on one rank only, and the states then differ without notice. So ranks that hold the same shard
-all use the numbers of the first of these ranks (`take_part`). An operation that draws inside its kernel starts from the
+Later, a program may draw on one rank only, and the states then differ without notice. So all ranks that hold one shard
+use the numbers of the first of these ranks (`take_part`). An operation that draws inside its kernel starts from the
 generator state of the first rank (`run_alike`).
 """
 
@@ -99,7 +99,7 @@ def share_draws(module: Any, mesh: DeviceMesh) -> None:
 def keep_states(members: Sequence[int] | None = None) -> None:
     """Let ranks keep the current states of their generators, as after loading a checkpoint.
 
-    No existing mesh copies the state of its first rank any more.
+    The ranks of existing meshes then no longer copy the generator state of their first rank.
 
     Args:
         members: the ranks that call this; None for all ranks of the world. Meshes that contain other ranks are
@@ -125,16 +125,16 @@ def _and_beside(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def is_held_alike(layout: Layout) -> bool:
-    """Return whether several ranks hold the same shard of a tensor, or partial values of it."""
+    """Return whether several ranks hold the same shard of a tensor, or hold partial values."""
     return any(size > 1 and not p.is_shard() for size, p in zip(layout.mesh.shape, layout.placements, strict=True))
 
 
 def take_part(drawn: Any, layout: Layout, shared: bool = True, place: Place | None = None) -> Any:
     """Return this rank's shard of the plain tensor ``drawn`` for the full tensor of ``layout``, as a new tensor.
 
-    Ranks that hold the same shard of the tensor, or partial values of it, get the first rank's numbers. That takes one
-    broadcast for each such mesh dimension. It is skipped if all are known to have drawn equal numbers (``shared`` is
-    false).
+    Ranks that hold the same shard, or partial values, get the numbers of the first of these ranks. This takes one
+    broadcast for each unsharded mesh dimension. With ``shared`` false, ranks are known to have drawn equal numbers, and
+    nothing is sent.
 
     Args:
         drawn: plain tensor of random numbers.
@@ -179,8 +179,8 @@ def draw(
 def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bool], name: str) -> Any:
     """Return the result of ``run()``, a local computation that must be equal on all ranks.
 
-    If it draws random numbers, ranks with another generator state than the first rank repeat it. They start from the
-    first rank's state.
+    If ``run`` draws random numbers, ranks whose generator state differs from the first rank's call ``run`` again, from
+    that state.
 
     Args:
         run: function that returns the result.
@@ -215,7 +215,7 @@ def run_alike(run: Callable[[], Any], mesh: DeviceMesh, changed: Callable[[], bo
 
 
 def of_first_rank(value: Any, mesh: DeviceMesh) -> Any:
-    """Return the picklable ``value`` of the first rank of the mesh, on all of its ranks."""
+    """Send the picklable ``value`` of the mesh's first rank to all ranks of the mesh, and return it."""
     for mesh_dim in range(mesh.ndim):
         if mesh.shape[mesh_dim] > 1:
             value = all_gather_object(value, mesh, mesh_dim)[0]

@@ -94,7 +94,7 @@ def _extreme_of_part(
     """Return the extreme value of this rank's elements, which `ReduceExtreme` compares over ranks.
 
     NaN is propagated explicitly if the kernel does not do so. The result also stores how many elements tie for the
-    value. All of them share the gradient evenly, on any rank.
+    extreme value. Tied elements of all ranks share the gradient evenly.
     """
     platform = call.platform
     (x,), y = call.operands, call.run()
@@ -150,7 +150,8 @@ def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The p-norm.
 
     For p = 0 and 1, the local norms are summed. Otherwise all local norms are gathered, and the result is the norm of
-    these. The native operation raises the same values to a power, so no value overflows that would not on one device.
+    the local norms. As on one device, only the native operation raises values to a power, so no further value can
+    overflow.
     """
     x, (p, dims, keepdim) = shapes[0], static_args[:3]
     if p in (0, 1):

@@ -37,8 +37,8 @@ def _written(shapes: tuple, labels: Labels, index: Labels, source: Labels | None
 def scatter(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """``x[index[i][j]][j] = source[i][j]`` for dim 0, or added.
 
-    A shorter index applies to the start of x and of the source. Their shards would then not match, so such dimensions
-    are unsharded.
+    In a dimension in which the index is shorter, it applies to the start of x and of the source. Shards of the three
+    tensors would not match, so such dimensions are unsharded.
     """
     x, index, source = (*shapes, None)[:3]
     dim, how = static_args[:2]

@@ -11,7 +11,7 @@ from hyper_parallel.core.rules.registry import rule
 
 @rule("by_table", "x table=None", memory="ordered")
 def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """One result for each element of x, which depends on it and on replicated tables: bucketize, isin."""
+    """One result for each element of x, computed from this element and from replicated tables: bucketize, isin."""
     x, labels = shapes[0], named(shapes[0])
     tables = (None if table is None else (None,) * len(table) for table in shapes[1:])
     return OpSharding((labels, *tables), (labels,), (tuple(x),))
@@ -21,8 +21,8 @@ def by_table(shapes: tuple, static_args: Any) -> OpSharding | None:
 def searchsorted(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Position of each value in its sequence, which is unsharded.
 
-    One sequence serves all values. Several sequences are in the last dimension, and each serves the values at the same
-    leading index.
+    If there is a single sequence, all values are searched in it. Otherwise sequences and values have the same leading
+    dimensions. A value is then searched in the sequence at its leading index.
     """
     sequences, values = shapes[:2]
     count = len(sequences) - 1

@@ -76,8 +76,8 @@ def masked_select(shapes: tuple, static_args: Any) -> OpSharding | None:
 
 
 def rows_at_mask(shapes: tuple) -> OpSharding | None:
-    """Return the sharding for ``x[mask]`` with a mask over the first dimensions of x, which become one. The other
-    dimensions stay sharded."""
+    """Return the sharding for ``x[mask]`` with a mask over the first dimensions of x, which become one dimension. All
+    other dimensions stay sharded."""
     x, mask = shapes
     count = len(mask)
     if tuple(x[:count]) != tuple(mask) or not count:
@@ -151,8 +151,9 @@ def nonzero(shapes: tuple, static_args: Any) -> OpSharding | None:
 def _differing(x: tuple, labels: Labels, static_args: tuple) -> OpSharding:
     """Return the sharding for operations that select unique elements, or unique slices along a dimension.
 
-    Optionally they also return the index of each element among the unique ones, and the counts. The results of all
-    ranks are compared again, because several ranks may find equal elements.
+    Such an operation may also return the counts, and the index of each element among the unique elements. Each rank
+    first selects from its shard. Then the results of all ranks are compared, because several ranks may find equal
+    elements.
     """
     dim, with_places, with_counts = static_args[:3]
     along = 0 if dim is None else axis(dim, len(x))

@@ -188,8 +188,8 @@ def in_order(ranges: Ranges) -> Ranges:
 
 @dataclass(frozen=True)
 class Pair:
-    """A slice of queries and a slice of keys that they see. With ``causal``, each query sees only keys up to its
-    position."""
+    """A slice of queries and a slice of keys that these queries see. With ``causal``, each query sees only keys up to
+    its position."""
 
     query: int
     queries: int
@@ -199,9 +199,10 @@ class Pair:
 
 
 def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
-    """Return pairs of slices of queries at positions ``own`` and of keys at positions ``held``, as few as possible.
+    """Return as few pairs as possible that cover attention of queries at positions ``own`` to keys at positions
+    ``held``.
 
-    With ``causal``, each range of ``own`` must equal a range of ``held``, or have no position in common with any.
+    With ``causal``, each range of ``own`` must equal a range of ``held``, or overlap no range of ``held``.
 
     Example:
         >>> pairs(((2, 2),), ((0, 2), (2, 2)), True)
@@ -227,7 +228,7 @@ def pairs(own: Ranges, held: Ranges, causal: bool) -> list[Pair]:
 
 
 def _add(found: list[Pair], pair: Pair) -> None:
-    """Add a pair, merged with the last one if that has the same queries and the preceding keys."""
+    """Add a pair, or merge it with the last pair if that has the same queries and the preceding keys."""
     last = found[-1] if found else None
     if last is not None and not last.causal and last.query == pair.query and last.key + last.keys == pair.key:
         found[-1] = Pair(pair.query, pair.queries, last.key, last.keys + pair.keys, False)
@@ -236,7 +237,7 @@ def _add(found: list[Pair], pair: Pair) -> None:
 
 
 def _merged(found: list[Pair]) -> list[Pair]:
-    """Return the pairs, merging those with the same keys and adjacent queries."""
+    """Merge pairs that have the same keys and adjacent queries, and return all pairs."""
     merged: list[Pair] = []
     for pair in found:
         last = merged[-1] if merged else None

@@ -159,8 +159,8 @@ MEANINGS: dict[str, str] = {
 # ------------------------------------------------------------ other forms of static arguments
 @dataclass(frozen=True)
 class Form:
-    """An alternative form of the static arguments of an operation. For example, ``flatten`` takes the first and last
-    joined dimension, ``reshape`` the shape.
+    """An alternative form of the static arguments of an operation. For example, ``flatten`` takes the first and the
+    last dimension to join, and ``reshape`` takes the shape.
 
     Attributes:
         takes: the arguments of this form.

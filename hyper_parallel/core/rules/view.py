@@ -30,7 +30,7 @@ _RESHAPED: dict[str, Any] = {"repeatable": True, "view_index": all_elements, "vi
 
 
 def _local_shape(static_args: tuple, operand_layouts: tuple, result_layouts: tuple) -> tuple:
-    """Return the static arguments of a local call, the first of which is the shape of the result."""
+    """Return the static arguments of a local call, with the local shape of the result as the first one."""
     return (tuple(result_layouts[0].local_shape), *static_args[1:])
 
 
@@ -83,7 +83,8 @@ def _same_leading(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int,
 def _outermost_pairs(x: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[int, int]]:
     """Return the outermost dimensions, before and after, of each group.
 
-    Dimensions of size 1 belong to no group. Unchanged leading ones, such as a batch of one sample, keep their meaning.
+    Dimensions of size 1 belong to no group. Unchanged leading dimensions of size 1, such as a batch of one sample, stay
+    separate.
     """
     before = [i for i, size in enumerate(x) if size != 1]
     after = [j for j, size in enumerate(shape) if size != 1]
@@ -128,8 +129,8 @@ def expand(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def squeeze(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Removal of dimensions of size 1.
 
-    The local call gets them as a tuple, possibly an empty one. Otherwise it would drop a larger dimension whose shard
-    has size 1.
+    The local call gets these dimensions as a tuple, which may be empty. Without the tuple, it would also drop a larger
+    dimension whose shard has size 1.
     """
     x, dims = shapes[0], static_args[0]
     if isinstance(dims, int):

@@ -1,9 +1,9 @@
 """Cross entropy over sharded classes as a function of autograd, without gathering the logits, as in Megatron.
 
 For each sample, all ranks need the largest logit, the sum of the exponentials and the logit of the target. These are
-three numbers for each sample, in two all-reduces, because all sums share one. `class_losses` computes the loss of them.
-Backward needs no further communication. It consists of similar functions and of steps of `transitions`, so gradients of
-gradients are right.
+three numbers for each sample, in two all-reduces, because all sums share one. `class_losses` computes the loss from
+these numbers. Backward needs no further communication. It consists of similar functions and of steps of `transitions`,
+so gradients of gradients are right.
 """
 
 from __future__ import annotations

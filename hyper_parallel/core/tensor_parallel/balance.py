@@ -1,7 +1,7 @@
 """Load balance of experts over all tokens of a batch: `tokens_per_expert` and `balance_loss`.
 
 A balance loss multiplies the fraction of tokens of an expert by its mean probability. A product of means is not the
-mean of products, so it cannot be averaged over ranks. A router bias that follows the sign of the load needs global
+mean of products, so ranks cannot average their losses. A router bias that follows the load of each expert needs global
 counts too. So ranks sum their token counts first.
 """
 
@@ -49,11 +49,10 @@ def tokens_per_expert(indices: Any, num_experts: int, mesh: DeviceMesh) -> Any:
 def balance_loss(probabilities: Any, indices: Any, mesh: DeviceMesh, *, losses: int | None = None) -> Any:
     """Return this rank's part of the load-balance loss of the global batch.
 
-    For each of E experts, its fraction of the routes is multiplied by its mean probability. The loss is E times the
-    sum of these products. It is 1 if the load is even.
-
-    The sum of the results over the ranks, divided by ``losses``, is the loss of the single device. The same holds for
-    the gradients. Ranks may have different numbers of tokens. Forward has one all-reduce, backward none.
+    For each of E experts, its fraction of the routes is multiplied by its mean probability. The global loss is E times
+    the sum of these products, and is 1 if the load is even. It equals the sum of the ranks' results, divided by
+    ``losses``. The same holds for the gradients. Ranks may have different numbers of tokens. Forward has one
+    all-reduce, backward none.
 
     Args:
         probabilities: plain tensor (T, E) with the router's probabilities for this rank's tokens.
@@ -92,7 +91,7 @@ def balance_loss(probabilities: Any, indices: Any, mesh: DeviceMesh, *, losses: 
 
 
 def _counts(indices: Any, num_experts: int, mesh: DeviceMesh, tokens: int = 0) -> tuple[Any, np.ndarray, int]:
-    """Return the global numbers of routes to each expert, as a tensor and on the host, and of tokens."""
+    """Return the global numbers of routes to each expert (as a tensor and as an array) and of tokens."""
     platform = mesh.platform
     if isinstance(indices, DTensor) or not platform.is_tensor(indices) or platform.is_floating_point(indices):
         raise TypeError(

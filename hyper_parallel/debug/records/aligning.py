@@ -101,7 +101,7 @@ def _prefixes(paths: Collection[str]) -> list[str]:
 
 
 def _by_order(a: Mapping[Key, Tensor], b: Mapping[Key, Tensor], names: Names) -> dict[str, str]:
-    """Return modules without an equal path in the other record, matched by call order and output shapes."""
+    """Match modules whose paths the other record lacks, by call order and output shapes. Return path -> path."""
     there = {key[2] for key in b}
     taken = {names(key[2]) for key in a}
     left_a = [key for key in a if key[0] == "output" and key[1:2] == (0,) and names(key[2]) not in there]

@@ -309,7 +309,7 @@ class _Comparing:
     def _floor(self, key: Key) -> float:
         """Return the size that a bias gradient would have if its terms did not cancel.
 
-        Smaller gradients are rounding noise.
+        A gradient below this size is rounding noise.
         """
         if key[0] != "parameter gradient" or len(self._a[key].entry.local) > 1:
             return 0.0
@@ -321,7 +321,8 @@ class _Comparing:
         return math.sqrt(g.squares / g.size * rows) if g.squares == g.squares else 0.0
 
     def _of_update(self, key: Key, x: Whole, y: Whole, a: Tensor, b: Tensor) -> float:
-        """Return the difference of an update that rounding of the parameter, and of its gradients so far, explains."""
+        """Return the difference between two updates that rounding explains: rounding of the parameter and of its
+        gradients so far."""
         size = max(math.sqrt(x.squares / x.size), math.sqrt(y.squares / y.size)) if x.size else 0.0
         if not size:
             return 0.0
@@ -352,7 +353,8 @@ class _Comparing:
     def _of_third(
         self, key: Key, x: Whole, y: Whole, floor: float, dtypes: tuple[str, str]
     ) -> tuple[float, float] | None:
-        """Return the difference from the reference, and the bound that follows from the first record's difference."""
+        """Return the difference of the second record from the reference, and a bound from the first record's
+        difference."""
         if self._third is None:
             return None
         tensors, names = self._third
@@ -368,7 +370,7 @@ class _Comparing:
 def _pair(a: Tensor, b: Tensor) -> tuple[Whole, Whole] | None:
     """Return the full tensors of ``a`` and ``b`` in one shape.
 
-    If parts can be assembled in several ways, choose those that differ least.
+    If the parts of a tensor can be assembled in several ways, choose the assemblies that differ least.
     """
     found = [(x, y) for x in a.ways() for y in b.ways() if x.shape == y.shape]
     if not found:

@@ -14,7 +14,7 @@ Key = tuple[str, int, str, int, str, str]
 
 
 class Links:
-    """Tensors of a record, found by each call that produced or consumed them, not only by the first call."""
+    """Look-up of a record's tensors by any call that produced or consumed a tensor, not only by the first call."""
 
     def __init__(self, record: Record, tensors: Mapping[Key, Any]) -> None:
         self._calls = {(c.step, c.path, c.number): c for c in record.calls}
@@ -27,8 +27,8 @@ class Links:
     def same(self, key: Key, other: Links, there: Key) -> Key | None:
         """Return the key in ``other`` of the tensor that corresponds to ``key``.
 
-        A tensor is an input or output of a call. The two tensors have the same position in their calls. ``there`` is a
-        key of some tensor of the other call.
+        Two tensors correspond if they have the same position among the inputs or outputs of their calls. ``there`` is
+        the key of any tensor of the other call.
         """
         of = key[5] if key[0] == "gradient" else key[0]
         here, call = self._calls.get((key[1], key[2], key[3])), other._calls.get((there[1], there[2], there[3]))

@@ -26,7 +26,7 @@ _FILE = re.compile(r"rank-(\d+)\.json")
 
 @dataclass(frozen=True)
 class Place:
-    """The ranks that share a tensor, and its placements.
+    """The mesh of ranks that share a tensor, and the placements of the tensor.
 
     Attributes:
         names, shape: dimension names and shape of the mesh.
@@ -114,7 +114,8 @@ class Entry:
 
     @property
     def key(self) -> tuple[str, int, str, int, str, str]:
-        """Return the key that is equal for entries of several ranks that belong to one tensor."""
+        """Return the key of the tensor to which the entry belongs. Entries of several ranks for one tensor have equal
+        keys."""
         return (self.kind, self.step, self.path, self.number, self.slot, self.of)
 
 
@@ -290,7 +291,7 @@ def _check(entries: Sequence[Entry], places: Sequence[Place], calls: Sequence[Ca
 
 
 def _is_place(place: Place) -> bool:
-    """Return whether a place has one rank for each element of its shape, and a letter for each dimension."""
+    """Return whether ``place`` has one rank for each element of its mesh, and one placement for each mesh dimension."""
     letters = all(re.fullmatch(r"[RP?]|S\d+", letter) for letter in place.placements)
     known = len(place.placements) == len(place.shape) == len(place.names)
     return known and letters and math.prod(place.shape) == len(place.ranks) > 0

@@ -154,7 +154,7 @@ class Parts:
     ) -> tuple[bool, np.ndarray]:
         """Return whether the tensor is sampled, and the numbers to write.
 
-        These are the elements of each box at sampled places.
+        The numbers are the elements of each box at sampled indices.
         """
         shape = numbers.shape if whole is None else whole
         grid = grid_of(shape, self._largest)
@@ -171,7 +171,7 @@ class Parts:
         return sampled, np.concatenate(taken)
 
     def _of(self, mesh: DeviceMesh, placements: tuple[str, ...]) -> int:
-        """Return the index of a place, which is added if it is new."""
+        """Return the index of the `Place` for a mesh and placements. A new place is added to `places`."""
         found = self._place_of.get((mesh, placements))
         if found is None:
             self.see(mesh)

@@ -126,7 +126,7 @@ class record:
 
     # ------------------------------------------------------------------------------------------------- the program
     def called(self, module: Any) -> None:
-        """Attach to an outermost module when it is called, unless a model was given. Implements
+        """Register hooks on an outermost module when it is called, unless a model was given. Implements
         `StepWatcher.called`."""
         unknown = self._model is None and not self._open and id(module) not in self._paths
         if unknown and not self._platform.in_backward():
@@ -260,7 +260,7 @@ class record:
         return len(self._calls) - 1
 
     def _tensor(self, x: Any, key: tuple, placed: tuple[DeviceMesh, Placement] | None) -> int:
-        """Return the number of a tensor, which is recorded when it is new."""
+        """Return the number of a tensor. A new tensor is recorded."""
         known = self._tensors.get(id(x))
         if known is not None and known[0]() is x:
             return known[1]
@@ -363,7 +363,7 @@ def _cotangent(placement: Placement) -> Placement:
 
 
 def _slots(values: Any, platform: Any, slot: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the tensors in nested values, each with its slot: empty for a single tensor, else for example
+    """Yield the tensors in nested values, each with its path in the values: empty for a single tensor, else for example
     ``"1.mask"``."""
     if platform.is_tensor(values):
         yield slot, values

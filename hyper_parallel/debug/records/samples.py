@@ -1,8 +1,6 @@
-"""Sampled places of large tensors, and sums with random signs that represent all elements.
-
-The places follow from the shape alone: every ``stride``-th index of each dimension, where strides are powers of two. So
-two records of one tensor sample the same places. Most sampled places of a part are also sampled places of the full
-tensor.
+"""Sampled elements of large tensors, and sums with random signs that represent all elements. The sampled indices follow
+from the shape alone: every ``stride``-th index of each dimension, where strides are powers of two. So two records of
+one tensor sample the same elements. Most sampled elements of a part are also sampled elements of the full tensor.
 
 Source of the sums: Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments" (1996). The
 square of a sum of numbers with random signs is, on average, the sum of their squares.

@@ -48,7 +48,7 @@ class Whole:
 def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
     """Return the norm of the difference, divided by the larger norm.
 
-    It is the larger of two results: one from the common sampled places, and one estimated from the sums of all
+    The result is the larger of two values: one from the common sampled elements, and one estimated from the sums of all
     elements.
 
     Args:
@@ -78,7 +78,7 @@ def difference(a: Whole, b: Whole, floor: float = 0.0) -> float:
 
 
 def _common(a: Whole, b: Whole) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of two tensors at their common sampled places."""
+    """Return the values of two tensors at their common sampled indices."""
     if all(np.array_equal(i, j) for i, j in zip(a.grid, b.grid, strict=True)):
         return a.values.reshape(-1), b.values.reshape(-1)
     own, other = [], []
@@ -115,8 +115,8 @@ class Tensor:
         return min(fitting, key=lambda way: max(difference(way, other), way.spread), default=None)
 
     def strays(self) -> tuple[int, float] | None:
-        """Return the rank whose replica differs most from the first one, and the relative difference. None if all
-        replicas are equal."""
+        """Return the rank whose replica differs most from the first replica, and the relative difference. Return None
+        if all replicas are equal."""
         worst: tuple[int, float] | None = None
         for group in self._copies():
             first = self.parts[group[0]]
@@ -145,7 +145,7 @@ class Tensor:
                     yield [int(r) for r in row]
 
     def _groups(self) -> Iterator[tuple[tuple[int, ...], Place | None]]:
-        """Yield each group of ranks that share a place."""
+        """Yield each group of ranks that share a tensor, and their `Place`."""
         seen: set[tuple[int, ...]] = set()
         for rank, entry in sorted(self.parts.items()):
             place = None if entry.place < 0 else self.record.places[rank][entry.place]
@@ -201,9 +201,9 @@ class Tensor:
         return np.asarray(self.record.arrays[rank][start : start + count]).reshape(shape)
 
     def _of_boxes(self, ranks: Sequence[int]) -> Whole:
-        """Return the tensor that the ranks' known boxes form.
+        """Return the full tensor, assembled from the boxes that the ranks hold.
 
-        Values that several ranks hold for one box are partial sums.
+        If several ranks hold values of one box, these are partial sums.
         """
         entries = [self.parts[rank] for rank in ranks]
         shape = entries[0].whole or ()
@@ -270,7 +270,7 @@ class Tensor:
 def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
     """Yield the gradients that the mean of separate losses would have.
 
-    The ranks along some mesh dimensions may have separate losses. ``sizes`` are the sizes of these dimensions.
+    ``sizes`` are the sizes of the mesh dimensions along which ranks may have separate losses.
     """
     products = {prod(some) for count in range(1, len(sizes) + 1) for some in combinations(sizes, count)}
     for n in sorted(products - {1}):
@@ -308,7 +308,7 @@ def _fold_last(array: np.ndarray, letter: str) -> np.ndarray | None:
 
 
 def _one_of(copies: Sequence[Whole]) -> Whole:
-    """Return the first replica, with the largest difference of the others in ``spread``."""
+    """Return the first replica, whose ``spread`` becomes its largest difference from the other replicas."""
     first = copies[0]
     spread = max((difference(first, p) if p.shape == first.shape else float("inf") for p in copies[1:]), default=0.0)
     return replace(first, spread=max(spread, *(p.spread for p in copies)))

@@ -80,7 +80,7 @@ def parallelize_accelerator(
 
 
 def mesh_for(accelerator: Any, mesh: Any, what: str) -> DeviceMesh | None:
-    """Return the given mesh, or the mesh for a ``ParallelismConfig``, which is passed or is the accelerator's.
+    """Return ``mesh``, or the mesh for a ``ParallelismConfig``: either ``mesh`` or the accelerator's.
 
     Raises:
         ValueError: for an accelerator with a ``parallelism_config`` where a mesh is given as well.
@@ -131,16 +131,16 @@ _Base: Any = object
 
 
 class _Divided(_Base):
-    """Methods of an accelerator whose ranks share models.
+    """Methods of an accelerator whose ranks share models, which override the methods of ``accelerate.Accelerator``.
 
-    Its class comes before ``accelerate.Accelerator`` in the bases.
+    The accelerator gets a class with both bases, this class first.
     """
 
     _division: Division
 
     @property
     def num_processes(self) -> int:
-        """Return the number of different batches that the ranks have at a time."""
+        """Return the number of different batches that the ranks process at a time."""
         return self._division.count
 
     @property
@@ -281,7 +281,7 @@ class _Divided(_Base):
 
 
 class _Steps:
-    """Scheduler that takes several steps at a time, as accelerate's does: one for each batch of the ranks."""
+    """Scheduler that, like accelerate's, takes several steps at a time: one step for each of the ranks' batches."""
 
     def __init__(self, scheduler: Any, count: int) -> None:
         self._scheduler, self._count = scheduler, count
@@ -290,7 +290,7 @@ class _Steps:
         return getattr(self._scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the steps, but no more than the schedule has."""
+        """Take one step for each of the ranks' batches, but no more steps than the schedule has."""
         total = getattr(self._scheduler, "total_steps", float("inf"))
         for _ in range(self._count):
             if self._scheduler._step_count <= total:

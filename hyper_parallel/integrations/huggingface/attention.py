@@ -90,8 +90,9 @@ def _projections(
 
 
 def _own_sizes(module: Any, attention: Attention, ranks: int) -> list[tuple[Any, str, int]]:
-    """Return local numbers of heads for the attributes of the module. Code such as OPT's reshapes features to that many
-    heads, and infers the length of the sequence. So the global number would give wrong results without an error."""
+    """Return the module's attributes for numbers of heads, with the local numbers. Code such as OPT's reshapes features
+    to the number of heads, and infers the length of the sequence. So the global number would give wrong results without
+    an error."""
     numbers = dict((attention.key_value_heads, attention.heads))
     return [(module, name, max(number // ranks, 1)) for name, number in numbers.items() if name in vars(module)]
 

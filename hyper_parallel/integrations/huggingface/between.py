@@ -28,9 +28,9 @@ class ActivationParallel(HeadNormParallel):
 def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh) -> None:
     """Complete the gradients of modules between a column-wise and a row-wise projection.
 
-    A module there whose parameters are single numbers gets a style that reduces their gradients. Each rank computes a
-    partial gradient. In attention modules, `parallelize_module` handles norms inside heads. Linear layers there read
-    the hidden states, which are replicated.
+    Each rank computes only a partial gradient of a parameter between the projections. A module whose parameters are
+    single numbers gets a style that reduces their gradients. Attention modules need no such style: `parallelize_module`
+    handles norms inside heads, and linear layers read the replicated hidden states.
 
     Args:
         model: the model of these modules.
@@ -67,8 +67,8 @@ def fit_between(model: Any, styles: dict[str, ParallelStyle], modules: dict[str,
 
 
 def _with_sharded_features(styles: dict[str, ParallelStyle]) -> list[str]:
-    """Return paths of modules that directly contain both a column-wise projection with sharded output and a row-wise
-    one."""
+    """Return paths of modules that directly contain a column-wise projection with sharded output and a row-wise
+    projection."""
     columns, rows = set(), set()
     for path, style in styles.items():
         if path and isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):

@@ -61,14 +61,14 @@ def _gathered_mixer() -> BlockPlan:
 
 
 def _names(block: Any, *names: str) -> list[str]:
-    """Return the given parameter names that a block has, because biases may be absent."""
+    """Return those of the given parameter names that the block has. Biases may be absent."""
     return [name for name in names if name in dict(block.named_parameters())]
 
 
 def _mamba(block: Any, ranks: int) -> BlockPlan:
     """Return the plan of a Mamba mixer, with one scan for each inner channel.
 
-    Time step, B and C depend on all channels, and each rank's channels read them.
+    The scan of each channel reads the time step, B and C, which depend on all channels.
     """
     channels = block.intermediate_size
     if channels % ranks:
@@ -253,7 +253,7 @@ def block_plan(model: Any, ranks: int) -> BlockPlan:
 
 
 def is_known_block(module: Any) -> bool:
-    """Return whether a module is a block with a plan here. Layers of the block that the plan does not name read and
-    return full features."""
+    """Return whether this file has a plan for the block ``module``. Layers of such a block that the plan does not name
+    read and return full features."""
     cls = type(module)
     return cls.__name__ in _BLOCKS and cls.__module__.startswith("transformers.models.")

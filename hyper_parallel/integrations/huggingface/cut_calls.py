@@ -81,8 +81,8 @@ def checked_call(
 def _pieces(positions: np.ndarray) -> list[int]:
     """Return four numbers about the positions of a rank.
 
-    The first is 1 if the rank has two pieces at most, which count up by one. Then follow the first position, the
-    length of the first piece, and the first position of the second piece.
+    The first number is 1 if the positions form one or two pieces of consecutive positions, and 0 otherwise. The others
+    are the first position, the length of the first piece, and the first position of the second piece.
     """
     steps = np.diff(positions.reshape(-1, positions.shape[-1]))
     (ends,) = np.nonzero(steps[:1].ravel() != 1)

@@ -152,7 +152,7 @@ def is_divided(model: Any) -> bool:
 def whole_head(model: Any) -> dict[str, None]:
     """Return plan entries for a model that TRL has patched: its forward reads the full weight of the head.
 
-    The embeddings are included if they are tied to the head.
+    If the embeddings are tied to the head, the entries include them.
     """
     own = getattr(model.__dict__.get("forward"), "__func__", None)
     if own is None or own.__code__.co_name != "_fused_forward":

@@ -77,7 +77,7 @@ class _SharedBias:
     """Mixin of a module's class: each rank adds its share of the replicated ``down_proj_bias``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next class's forward with a bias whose sum over the ranks is the parameter.
+        """Run the forward of the module's own class, with the bias divided by the number of ranks.
 
         Each rank computes the full gradient of the parameter, because every rank's partial output has the full
         cotangent.
@@ -108,7 +108,7 @@ class _Connected:
     """Mixin of a module's class: a rank without a token for its experts takes part in backward like all ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next class's forward, and let the output always depend on inputs and parameters."""
+        """Run the forward of the module's own class, and let the output always depend on inputs and parameters."""
         y = super().forward(*args, **kwargs)  # type: ignore[misc]
         if not y.requires_grad and get_platform().backward_is_recorded():
             parameters = [getattr(self, name) for name, _ in self.named_parameters(recurse=False)]  # type: ignore[attr-defined]
@@ -181,7 +181,7 @@ class WholeExpertsParallel(ExpertsParallel):
         return tuple(given[i] for i in range(len(args))), {key: given[key] for key in kwargs}
 
     def with_own_tokens(self, top_k: int, **arguments: Any) -> ExpertParallel:
-        """Return the corresponding style for ranks with different tokens, which they send to each other's experts.
+        """Return the corresponding style for ranks with different tokens, which sends tokens between the ranks.
 
         Args:
             top_k: number of experts of a token, for styles that cannot infer it.
@@ -197,7 +197,7 @@ def _is_index(x: Any, mesh: DeviceMesh) -> bool:
 class IdentityExpertsParallel(ModuleStyle):
     """Style of experts that return their input, in a module where the ranks sum the outputs of experts.
 
-    Each rank returns its share of the input.
+    Each rank returns the input divided by the number of ranks.
 
     Source: ``MoeIdentityParallel`` of Hugging Face transformers.
     """

@@ -33,6 +33,6 @@ def check_known(given: Any, needed: Sequence[str], caller: str, kind: str, known
 
 
 def give_methods(given: Any, methods: type) -> None:
-    """Put the methods of a class in front of an object's own class, and keep the name of that class."""
+    """Let the methods of a class override the methods of an object. The object's class keeps its name."""
     own = type(given)
     given.__class__ = type(own.__name__, (methods, own), {"__module__": own.__module__})

@@ -41,8 +41,8 @@ def fit_head(
 def _complete_ties(
     head: str | None, styles: dict[str, ParallelStyle], modules: dict[str, Any], mesh: DeviceMesh
 ) -> None:
-    """Complete the styles of an embedding and a head that share a weight. If the plan shards one, the other is sharded
-    too."""
+    """Complete the styles of an embedding and a head that share a weight. If the plan shards only one of the two, the
+    other gets a style too."""
     platform = mesh.platform
     holders: dict[int, list[str]] = {}
     for path, module in modules.items():

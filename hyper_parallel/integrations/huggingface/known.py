@@ -96,7 +96,7 @@ _WHOLE = {"opt": re.compile(r"(.*\.)?layers\.\d+\.(self_attn|final)_layer_norm")
 
 
 def known_architectures() -> tuple[str, ...]:
-    """Return names of architectures that have no plan of their own and have one here."""
+    """Return names of architectures for which this file has a plan, and transformers has none."""
     return (*_PLANS, *ARCHITECTURES)
 
 
@@ -113,7 +113,7 @@ def known_plan(model: Any) -> NamedPlan:
 
 
 def known_expert_plan(model: Any) -> NamedPlan:
-    """Return the plan for full experts of an architecture that has no such plan itself; empty if unknown here."""
+    """Return this file's plan for full experts, for an architecture without such a plan; empty if there is none."""
     plan: NamedPlan = {}
     for path, module in model.named_modules():
         if type(module).__name__ in _SCALED:

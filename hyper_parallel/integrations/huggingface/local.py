@@ -52,7 +52,7 @@ class LocalParametersParallel(ModuleStyle):
 
 def read_local_parameters(module: Any, *mixins: type) -> None:
     """Let the forward of a module read this rank's shard of each parameter that the module itself holds. The forwards
-    of ``mixins`` read shards too.
+    of the classes ``mixins`` read shards too.
 
     The module gets a new class, not a new forward on the object. So a copy of the object uses its own parameters.
     """
@@ -64,7 +64,7 @@ class _LocalParameters:
     """Mixin of a module's class whose forward reads this rank's shard of each parameter as a plain tensor."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next class's forward with this rank's shard of each parameter."""
+        """Run the forward of the module's own class with this rank's shard of each parameter."""
         # An attribute in the object's dictionary takes precedence over a parameter, which modules store elsewhere.
         own = vars(self)
         parameters = self.named_parameters(recurse=False)  # type: ignore[attr-defined]

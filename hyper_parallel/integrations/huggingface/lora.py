@@ -95,7 +95,7 @@ def adapted_model(model: Any) -> Any:
 
 
 def without_adapters(modules: dict[str, Any]) -> dict[str, Any]:
-    """Return modules by path without adapters: each base layer is at the path of its wrapper."""
+    """Return the modules by path as if no adapters were added: the path of a wrapper leads to its base layer."""
     adapted = {path: module for path, module in modules.items() if _is_wrapper(module)}
     return {
         path: module.base_layer if path in adapted else module

@@ -68,7 +68,7 @@ class _LocalChannels:
     tensors."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the next class's forward with this rank's shard of each parameter."""
+        """Run the forward of the mixer's own class with this rank's shard of each parameter."""
         # An attribute in the object's dictionary takes precedence over a parameter, which modules store elsewhere.
         below = dict(self.named_modules())  # type: ignore[attr-defined]
         shown: list[tuple[dict[str, Any], str]] = []

@@ -61,7 +61,8 @@ def named_plan(
     *,
     expert_parallel: bool = False,
 ) -> NamedPlan:
-    """Return the model's plan, with the changes of the user. A removed module can still be part of a larger entry.
+    """Return the model's plan, with the changes of the user. If the user removes an entry, its module may still be
+    inside a module of another entry.
 
     Args:
         model: model of transformers.
@@ -162,9 +163,9 @@ def resolve_styles(
 def _style(
     name: str, key: str, path: str, modules: dict[str, Any], platform: Platform, *, by_author: bool
 ) -> ParallelStyle:
-    """Return the style of that name, for the module at ``path``. If a model's author calls a projection ``"colwise"``,
-    consecutive features belong together. This holds even for a fused projection: GPT-NeoX alternates query, key and
-    value head by head."""
+    """Return the style called ``name``, for the module at ``path``. If a model's author calls a projection
+    ``"colwise"``, each rank must get consecutive features. This holds even for a fused projection: GPT-NeoX alternates
+    query, key and value head by head."""
     if name == "mla_kv_a_proj":
         return _latent_key(modules[path.rpartition(".")[0]], path)
     if name == "moe_identity_expert":

@@ -23,9 +23,9 @@ _OF_LAYERS = ("output_hidden_states", "output_attentions")
 def prefilled(given: dict[str, Any], config: Any, mesh: DeviceMesh, balance: bool, call: Callable[..., Any]) -> Any:
     """Return the output of the first call that `generate` makes, or None for a prompt that is not sharded.
 
-    The ranks compare their prompts. They compute shards if all ranks have the same prompt, with a position for each
-    rank. No rank may ask for the outputs of layers. Afterwards keys, values and outputs are unsharded, so that every
-    rank has the full cache.
+    The ranks compare their prompts. The prompt is sharded if all ranks have the same prompt, with at least one position
+    for each rank. No rank may ask for the outputs of layers. After the call, keys, values and outputs are unsharded, so
+    that every rank has the full cache.
 
     Args:
         given: arguments of the base model, by name.

@@ -1,8 +1,7 @@
-"""Files whose tensors have other names than the model's, or are several tensors for one of the model.
-
-transformers has a table of both cases: ``embed_out`` of GPT-NeoX is ``lm_head`` now, and the matrices of all experts
-are one parameter. transformers applies the table to full tensors during loading. This module uses it to find the part
-of each file that a rank reads.
+"""Files in which a tensor of the model has another name, or consists of several tensors. transformers has a table of
+both cases: ``embed_out`` of GPT-NeoX is ``lm_head`` now, and the matrices of all experts are one parameter.
+transformers applies the table to full tensors during loading. This module uses the table to find the slices of each
+file that a rank reads.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ def load_pretrained(
     them.
 
     Names in the files are translated as ``from_pretrained`` does, by transformers' own table. Matrices of experts that
-    are separate tensors in the files are read into one parameter of the model. Each rank reads its shard of each.
+    are separate tensors in the files are read into one parameter of the model. Each rank reads its shard of each
+    tensor.
 
     Args:
         model: a ``transformers.PreTrainedModel``, parallelised or not, whose parameters may be on meta.

@@ -112,7 +112,8 @@ def check_cut(model: Any, mesh: DeviceMesh) -> None:
 
 
 def _reach(module: Any, window: int | None, causal: bool) -> float | None:
-    """Return the distance from which attention sees no position, or None for a class whose windows are unknown.
+    """Return the smallest distance at which tokens no longer attend to each other. Return None for a class with unknown
+    windows.
 
     Args:
         module: attention module.
@@ -281,7 +282,7 @@ def _attention(
     parts, platform = PartsOfModule(cut.mesh, where, cut.balance, None, earlier), cut.mesh.platform
 
     def seen(queries: np.ndarray, length: int) -> Any:
-        """Return for each query which keys it sees."""
+        """Return a mask of the keys that each query sees."""
         width = min(length, reach)
         behind = platform.places(queries, query).reshape((-1, 1)) - platform.places(np.arange(length), query)
         return (behind < width) & (behind >= (0 if causal else 1 - width))
@@ -294,9 +295,9 @@ def _attention(
         return y, None
 
     def mask_of(length: int) -> Any:
-        """Return the mask of the full sequence, or None where the causal one is enough.
+        """Return the mask of the full sequence, or None if the causal mask suffices.
 
-        A rank with one query gets no causal mask from transformers, which takes this query for a step of decoding.
+        For a rank with one query, transformers makes no causal mask, as for a step of decoding.
         """
         windowed = reach < length or (causal and 1 in chunk_sizes(length, cut.mesh.size()))
         return seen(np.arange(length), length) if windowed else None

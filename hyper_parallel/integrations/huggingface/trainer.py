@@ -110,20 +110,21 @@ class _Divided(_Base):
         return self._train_batch_size * args.gradient_accumulation_steps * self._division.count
 
     def floating_point_ops(self: Any, inputs: Any) -> float:
-        """Return the number of this rank's operations for a batch. Ranks that share a model divide the operations."""
+        """Return the number of operations that this rank computes for a batch. Ranks that share a model divide the
+        operations."""
         operations: float = super().floating_point_ops(inputs)
         return operations if self._division.tensor is None else operations / self._division.tensor.size()
 
     def evaluation_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate each sample once.
 
-        The last batches are filled up with earlier samples, which ``Seq2SeqTrainer`` would count twice.
+        The last batches are padded with samples of earlier batches, which ``Seq2SeqTrainer`` would count twice.
         """
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a batch with the mean over its own tokens, as one process does.
+        """Evaluate a batch with the mean over the tokens of this batch, as one process does.
 
         In training the mean is over the tokens of all batches.
         """

@@ -62,7 +62,7 @@ class StateDictOptions:
 
 
 def given(tensors: dict[Any, Any], options: StateDictOptions, platform: Platform) -> dict[Any, Any]:
-    """Convert tensors and numbers to the form that the options ask for."""
+    """Convert tensors to the form that ``options`` requests, such as full tensors on the CPU."""
     keep = not (options.full_state_dict and options.cpu_offload) or platform.world() is None or platform.rank() == 0
     found, known = {}, {}
     for name, x in tensors.items():
@@ -87,7 +87,7 @@ def _converted(x: Any, options: StateDictOptions, platform: Platform, keep: bool
 
 
 class Source:
-    """Tensors and numbers of a state dict to load, from each rank, or broadcast from the first rank.
+    """Tensors and numbers of a state dict to load. Each rank reads its own state dict, or the first rank broadcasts.
 
     Attributes:
         shapes: shapes by name; None for a number.
@@ -116,7 +116,7 @@ class Source:
         return iter(([*x.shape], dtype, float(x) if not x.shape else None))
 
     def number(self, name: str) -> Any:
-        """Return the number of that name."""
+        """Return the number called ``name``."""
         return self._numbers[name]
 
     def _value(self, name: str) -> Any:
@@ -130,12 +130,13 @@ class Source:
         return distribute_tensor(x, world, [Replicate()], src_data_rank=0).to_local()
 
     def skip(self, name: str) -> None:
-        """Receive a tensor and drop it, because the first rank broadcasts it anyway."""
+        """Skip a tensor that this rank does not need. If the first rank broadcasts it, the tensor is received and
+        dropped."""
         if self.shapes[name] is not None:
             self._value(name)
 
     def fill(self, held: Any, name: str) -> None:
-        """Write the tensor of that name, or this rank's shard of it, into ``held``."""
+        """Write the tensor called ``name``, or this rank's shard of it, into ``held``."""
         platform, layout = self._platform, layout_of(held)
         with platform.no_grad():
             x = self._value(name)

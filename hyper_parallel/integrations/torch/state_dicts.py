@@ -347,7 +347,7 @@ def _taken_apart(
 def _lacking(
     found: list[tuple[Any, OptimizerState]], names: list[list[list[str]]], source: Source, platform: Platform
 ) -> list[str]:
-    """Return names of the optimizers' tensors that the state dict lacks."""
+    """Return the names of optimizer state tensors that the state dict lacks."""
     lost = []
     for (_, now), its_names in zip(found, names, strict=True):
         rows = iter(now.state)
@@ -362,7 +362,7 @@ def _lacking(
 def _row(
     name: str, p: Any, row: Mapping[str, Any], source: Source, platform: Platform, filled: set[str]
 ) -> dict[str, Any]:
-    """Return the new state of a parameter."""
+    """Return the new optimizer state of the parameter called ``name``."""
     new: dict[str, Any] = {}
     for path in (path for path in source.shapes if path.rpartition(".")[0] == name):
         key, shape = path.rpartition(".")[2], source.shapes[path]

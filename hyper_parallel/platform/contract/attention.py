@@ -29,8 +29,8 @@ class AttentionRole:
     ) -> AbstractContextManager[None]:
         """Return a context in which ``run(call, q, k, v, mask, dropout)`` replaces the framework's attention function.
         ``call(q, k, v, mask)`` runs the original function on distributed tensors, with the other arguments of the call.
-        If the call was causal, a mask from ``run`` replaces the causal mask. ``call.options``, if it exists, is a
-        hashable value with all other arguments that affect the result.
+        If the original call was causal, a mask that ``run`` passes to ``call`` replaces the causal mask.
+        ``call.options``, if it exists, is a hashable value with all other arguments that affect the result.
 
         ``mixes(name, lengths)`` is called before other functions that mix elements along dimensions of plain tensors.
         The backend calls it for the functions that it intercepts. ``lengths`` are the sizes of these dimensions."""
@@ -80,7 +80,8 @@ class AttentionRole:
         causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the contributions of these keys to the cotangents of ``q``, ``k`` and ``v`` of `attention_part`.
+        """Return the cotangents of ``q``, ``k`` and ``v`` of `attention_part`. The cotangent of ``q`` contains only the
+        contribution of the keys ``k``.
 
         Args:
             g: cotangent of ``out``.

@@ -22,7 +22,7 @@ BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., Tensor]:
-    """Return ``view(x)``, which gives ``x`` itself where it requires no gradient, else ``make(x)``. The result is
+    """Return ``view(x)``, which returns ``x`` itself if ``x`` requires no gradient, else ``make(x)``. The result is
     cached on ``x`` under ``key``, and valid under the conditions of `Platform.read_cache`. ``view`` ignores further
     arguments."""
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
@@ -40,8 +40,8 @@ def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., 
 
 
 def named(name: str, function: Callable[..., Any]) -> Any:
-    """Return ``function`` with ``__name__`` set to ``name``. Frameworks show that name in graphs and profiles of
-    functions made by `AutogradRole.autograd_function` and similar verbs. A Python function is renamed itself, at no
+    """Return ``function`` with ``__name__`` set to ``name``. In graphs and profiles, frameworks show this name for
+    functions made by `AutogradRole.autograd_function` and similar verbs. A Python function is renamed in place, at no
     extra cost.
 
     Example:
@@ -147,8 +147,8 @@ class AutogradRole(ABC):
         return nullcontext()
 
     def read_cache(self, holder: Tensor, key: Any) -> Tensor | None:
-        """Return the tensor that `write_cache` stored on ``holder`` under ``key``, or None if it is stale. It is valid
-        while gradient recording is the same, and ``holder`` was neither changed in place nor given other data. Called
+        """Return the tensor that `write_cache` stored on ``holder`` under ``key``, or None if it is stale. The tensor
+        becomes stale when gradient recording is switched, or ``holder`` is changed in place or given other data. Called
         with interception off. A backend without a cache issues more collectives in backward."""
         return None
 

@@ -1,8 +1,8 @@
 """Collectives on plain local tensors, outside autograd.
 
-Core calls them in the same order on all ranks of a group. A backend must implement all-gather. Core builds the other
-collectives from it, in `core.communication.collectives`, where a backend lacks them. It does the same for dtypes that
-`CollectiveRole.supports` denies.
+Core calls them in the same order on all ranks of a group. A backend must implement all-gather. Core builds all other
+collectives that a backend lacks from all-gather, in `core.communication.collectives`. Core does the same for dtypes
+that `CollectiveRole.supports` denies.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class CollectiveRole(ABC):
     ) -> Work:
         """Start a collective that writes its result into ``out`` while data parallelism computes.
 
-        ``out`` and ``local`` are buffers of core on this rank's device: 1-D, contiguous and of one dtype. Each occupies
-        its entire storage. Neither is read, written or freed before `Work.wait`. Called where `supports` answers True,
-        in the same order on all ranks. By default, the collective is complete on return.
+        ``out`` and ``local`` are buffers of core on this rank's device: 1-D, contiguous and of one dtype. Each buffer
+        occupies its entire storage. Neither buffer is read, written or freed before `Work.wait`. Called where
+        `supports` answers True, in the same order on all ranks. By default, the collective is complete on return.
 
         Args:
             collective: ``"all_gather"``, from (n,) to (size * n,), ``"reduce_scatter"``, from (size * n,) to (n,),
@@ -118,8 +118,8 @@ class CollectiveRole(ABC):
         raise self._missing("broadcast")
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Group) -> Tensor:
-        """Fill contiguous ``out`` with this rank's entry of ``parts``, which global rank ``src`` passes. All entries
-        are contiguous and have the same shape."""
+        """Fill contiguous ``out`` with this rank's entry of ``parts``. Only global rank ``src`` passes ``parts``. All
+        entries are contiguous and have the same shape."""
         raise self._missing("scatter")
 
     @abstractmethod

@@ -1,4 +1,5 @@
-"""Description of a styled module for a compiler that traces it: the second forward of a plan.
+"""Description of a styled module for a compiler. Besides the eager forward, a style thus defines a forward for
+compilers.
 
 A compiler cannot handle DTensors, because they are local tensors with a global shape. So a backend with a compiler
 builds a forward on plain local tensors from the data of a style. It also builds two autograd functions, and collectives
@@ -82,8 +83,8 @@ class CompiledLosses(Protocol):
 
 
 class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings nothing
-    """Verbs for a framework with a compiler. The defaults do nothing: they serve backends without a compiler, and
-    backends that hide DTensors from it."""
+    """Verbs for a framework with a compiler. The default methods do nothing. They serve backends without a compiler,
+    and backends that hide DTensors from the compiler."""
 
     def set_compiled_forward(self, module: Any, how: Program | None) -> None:
         """Let a compiler trace the forward that ``how`` describes, in place of the forward that
@@ -96,6 +97,6 @@ class CompilerRole(ABC):  # noqa: B024 - a framework without a compiler brings n
         return hook
 
     def share_compiled_inputs(self, module: Any) -> None:
-        """Announce that several column-parallel modules inside ``module`` may read the same input of it. Compiled code
-        then sums their partial gradients of that input with one collective, as eager mode does."""
+        """Announce that several column-parallel modules inside ``module`` may read the same input of ``module``.
+        Compiled code then sums their partial gradients of that input with one collective, as eager mode does."""
         return

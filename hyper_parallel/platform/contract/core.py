@@ -38,13 +38,13 @@ class Core(CompiledLosses, PassServices, Protocol):
     # ------------------------------------------------------------------------------------ memory
     def before_write(self, x: Tensor) -> None:
         """Check a write that the backend itself is about to make to the DTensor ``x``. Raises ValueError on all ranks
-        if tensors that share memory with ``x`` on a single device would miss the write."""
+        if, unlike on a single device, another tensor would miss the write."""
 
     def after_write(self, x: Tensor) -> None:
         """Finish a write that `before_write` checked. Called with interception on."""
 
     def is_contiguous(self, x: Tensor) -> bool:
-        """Return whether the single device's tensor would be contiguous; False where its shards cannot show that."""
+        """Return whether the single device's tensor would be contiguous; False if the shards do not determine that."""
 
     def strides_of_whole(self, x: Tensor) -> tuple[int, ...]:
         """Return the strides of the single device's tensor, or contiguous ones if unknown; the same on all ranks."""
@@ -98,14 +98,15 @@ class Core(CompiledLosses, PassServices, Protocol):
     def norms_over_ranks(
         self, norms: Sequence[Tensor], layouts: Sequence[Layout | None], order: float
     ) -> Sequence[Tensor]:
-        """Return the norms of full tensors from new norms of local tensors: sums over ranks if ``order`` is 0 or 1."""
+        """Return the norms of full tensors, computed from ``norms`` of local tensors, which may be overwritten. For
+        ``order`` 0 or 1, these are sums over ranks."""
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
         """Return the maximum of ``value`` over all ranks that share a sharded tensor. ``value`` may be overwritten."""
 
     def on_joined_meshes(self, layouts: Sequence[Layout | None]) -> Sequence[Layout | None]:
-        """Convert layouts on slices of one mesh to equivalent layouts on that mesh, with the same local tensors.
-        Functions of the framework that combine tensors on several slices use it."""
+        """Convert layouts on slices of one mesh to equivalent layouts on that mesh, with the same local tensors. The
+        backend calls this for functions of the framework that combine tensors on several slices."""
 
     # ------------------------------------------------------------------------------------ random numbers
     def draw(
@@ -141,8 +142,9 @@ class Core(CompiledLosses, PassServices, Protocol):
         """Return the name of a distributed parameter or buffer, ``"weight of 'layers.0.norm'"``; None for others."""
 
     def refuse_part_of_classes(self, count: int, logits: Tensor | None = None) -> None:
-        """Check plain logits of ``count`` classes that are passed to a loss of the framework. Raises ValueError if they
-        may be one rank's shard of a module's classes. ``logits``, where known, can disprove that."""
+        """Check plain logits of ``count`` classes that are passed to a loss of the framework. Raises ValueError if the
+        logits may be one rank's shard of a module's classes. If ``logits`` are passed, their graph can show that they
+        are not."""
 
     def check_local_collective(
         self,
@@ -173,14 +175,14 @@ class Core(CompiledLosses, PassServices, Protocol):
     # ------------------------------------------------------------------------------------ copies
     def held_rectangles(self, layout: Layout) -> Sequence[Any]:
         """Return this rank's rectangles of a tensor of ``layout``: ``offsets`` and ``sizes`` in that tensor,
-        ``local_offsets`` in the local one. Empty for an empty shard, or a rank outside the mesh."""
+        ``local_offsets`` in the local one. The result is empty for an empty shard, or on a rank outside the mesh."""
 
     @property
     def restore(self) -> Callable:
         """Function that is pickled with a DTensor and recreates it: ``restore(rebuild, layout, coordinate, *parts)``.
 
-        It makes the DTensor class, and returns ``rebuild(layout, *parts)``. The pickled shard is that of the rank at
-        ``coordinate``. Raises RuntimeError if this rank has another shard of the tensor."""
+        `restore` creates the DTensor class, and returns ``rebuild(layout, *parts)``. The pickled shard is the shard of
+        the rank at ``coordinate``. Raises RuntimeError if this rank has another shard of the tensor."""
 
     @property
     def unpickling(self) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """Random numbers as a function of a key and of an element's index in its tensor: a counter-based generator, in NumPy.
 
-All ranks compute the same number for an element. So each rank draws the numbers of its shard alone.
+All ranks compute the same number for an element. So each rank draws only the numbers of its shard.
 
 Source: Philox-2x32-10 of Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 """
@@ -27,7 +27,7 @@ Ranges = Sequence[Sequence[tuple[int, int]]]
 
 
 def philox(places: np.ndarray, key: int, salt: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return two random words of 32 bits, as uint64, for each place.
+    """Return two random integers of 32 bits, as uint64, for each index.
 
     Args:
         places: int64, at least 0: the counter. Its upper half is combined with ``salt`` by exclusive or.

@@ -43,8 +43,8 @@ class Attention:
     def of(module: Any) -> Attention | None:
         """Return the attention heads of a module, or None if it has none.
 
-        They are read from attributes for the numbers of heads and the size of a head. At least one of these attributes
-        must be on the module itself. The module's config may have the others.
+        The numbers of heads and the size of a head are read from attributes with known names. The module itself must
+        have at least one of these attributes. Its config may have the others.
         """
         if not any(_number(module, names) for names in (HEADS, KEY_VALUE_HEADS, HEAD_SIZE)):
             return None
@@ -118,7 +118,8 @@ def head_norms(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) 
 def _projections(
     matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh
 ) -> Iterator[tuple[str, Any, ColwiseParallel, Attention]]:
-    """Yield the linear layers of attention modules whose outputs stay sharded along the features."""
+    """Yield the linear layers of attention modules that return outputs sharded along the features, with style and
+    heads."""
     for path, module, style in matches:
         if isinstance(style, ColwiseParallel) and style.output_layouts == (Shard(-1),):
             attention = Attention.of(modules[path.rpartition(".")[0]]) if path else None

@@ -62,9 +62,9 @@ def guard_forgotten_layers(
 ) -> list[tuple[str, Any, _Guard]]:
     """Return (path, module, hook) for each layer that a plan may have forgotten.
 
-    Only the call of such a layer shows whether its input is sharded. A column-parallel layer with a row-parallel layer
-    next to it needs no hooks. The output of any other may be logits of a head, so `logit_shards` stores its shard of
-    classes.
+    Only a call of such a layer shows whether its input is sharded. A column-parallel layer with a row-parallel layer
+    next to it needs no hooks. The output of any other column-parallel layer may be logits, so the layer is registered
+    in `logit_shards`.
     """
     platform, guards = mesh.platform, []
     above_rows = {
@@ -108,7 +108,7 @@ _DIMS = {-1: "the last dimension", 1: "dimension 1"}
 
 
 def _taken(module: Any, mesh: DeviceMesh) -> tuple[int, int, str] | None:
-    """Return the number of a layer's input features, their dimension, and styles that take a shard of them.
+    """Return the number of a layer's input features, the dimension of the features, and styles for sharded features.
 
     Known modules are linear layers, norms, recurrent layers and fused attention. The result is None for other modules.
     """

@@ -1,7 +1,7 @@
 """Checks for packed weights (query, key and value; gate and up) that a plan shards as one matrix.
 
-`ColwiseParallel` gives consecutive features to a rank. On a packed weight these could be queries only, without values.
-Code that splits the local output would then compute with wrong numbers.
+`ColwiseParallel` gives consecutive features to a rank. On a packed weight, one rank could then get queries only,
+without values. Code that splits the local output would compute with wrong numbers.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def _has_sizes(module: Any, platform: Platform) -> bool:
 
 
 def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attention | None:
-    """Return the attention of the parent of a projection, or None.
+    """Return the heads of the attention module that is the parent of a projection, or None.
 
-    For a projection with a fused name, such as ``qkv_proj``, all modules above it are searched.
+    For a projection with a fused name, such as ``qkv_proj``, all modules above the projection are searched.
     """
     above = projection.path
     while above:
@@ -133,9 +133,9 @@ def _attention_above(projection: _Projection, modules: dict[str, Any]) -> Attent
 
 
 def _size_of_heads(projection: _Projection, attention: Attention) -> int | None:
-    """Return the features of one head, or None.
+    """Return the number of features of one head, or None.
 
-    They come from the attributes, unless these contradict the input features of the layer after attention.
+    The number is read from attributes, unless they contradict the input features of the layer after attention.
     """
     heads = attention.heads[1]
     widths = list(projection.taken)
@@ -164,7 +164,7 @@ def _check_parts(projection: _Projection, attention: Attention, size: int, mesh:
 
 
 def _check_attention(projection: _Projection, attention: Attention, size: int, mesh: DeviceMesh) -> None:
-    """Raise ValueError unless the plan shards a query, key and value weight by its heads."""
+    """Raise ValueError unless the plan shards a packed weight of query, key and value by complete heads."""
     heads, key_value, style = attention.heads[1], attention.key_value_heads[1], projection.style
     source = f" ({attention.heads[0]})"
     whole = [heads * size, key_value * size, key_value * size]
@@ -209,7 +209,7 @@ def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: Devic
 
 
 def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> None:
-    """Raise ValueError if keys and values of a latent are sharded across heads, or a gradient would stay partial."""
+    """Raise ValueError if the plan cuts heads of latent keys and values, or if a gradient would stay partial."""
     path, style = projection.path, projection.style
     left, row = latent.features - projection.inputs, next(iter(projection.taken.values()))
     if style._is_packed and style.heads is None:

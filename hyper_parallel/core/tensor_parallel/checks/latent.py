@@ -65,10 +65,10 @@ class Latents:
         self._known: dict[str, _Siblings] = {}
 
     def of(self, path: str, inputs: int) -> Latent | None:
-        """Return the layer whose output contains the input of a projection, and more features.
+        """Return the layer whose output contains the input of a projection and further features.
 
-        Both layers have one parent. No layer may take the full output. The result is None if no layer or several layers
-        fit.
+        The layer must have the same parent as the projection, and no other layer may take its full output. The result
+        is None if no layer or several layers fit.
 
         Args:
             path: path of the projection.

@@ -137,9 +137,9 @@ def _check_styles(matches: list[Match], mesh: DeviceMesh) -> None:
 
 
 def _check_ties(matches: list[Match], modules: dict[str, Any], mesh: DeviceMesh) -> None:
-    """Raise ValueError if modules share a parameter that the plan treats differently in them.
+    """Raise ValueError if the plan treats a parameter differently in two modules that share it.
 
-    The plan may place the parameter in two ways, or distribute it in one module and omit the other.
+    The styles of the two modules may have different placements of the parameter, or one module may have no style.
     """
     platform = mesh.platform
     placement_of: dict[int, tuple[str, ParallelStyle, Placement]] = {}
@@ -177,7 +177,7 @@ def _check_parameters(
 ) -> None:
     """Raise ValueError if a parameter of a module has other placements than the module's style gives it.
 
-    It may have them already, or get them from a module that shares the parameter.
+    The parameter may have those placements already, or get them from the style of another module that shares it.
     """
     for name, tensor in (*mesh.platform.named_parameters(module), *mesh.platform.named_buffers(module)):
         refuse_foreign(tensor, mesh.platform, f"{name!r} of {path or type(module).__name__!r}: {style!r}")

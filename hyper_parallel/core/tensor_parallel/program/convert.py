@@ -94,7 +94,7 @@ def to_placement(
 
 
 def to_known_placement(x: Any, mesh: DeviceMesh, desired: Placement | None) -> DTensor | None:
-    """Return ``x`` redistributed to ``desired`` if its layout was seen before; otherwise None."""
+    """Return ``x`` redistributed to ``desired`` if the new layout is cached; otherwise return None."""
     target = _TARGETS.get((x._layout, desired))
     if target is None or target.mesh is not mesh:
         return None
@@ -128,7 +128,7 @@ def to_output(y: Any, mesh: DeviceMesh, desired: Placement | None, use_local: bo
 
 
 def read_by_parts(y: Any, mesh: DeviceMesh, features: int = -1) -> Any:
-    """Return a replicated plain tensor whose gradient is partial: backward sums it over the ranks.
+    """Return a replicated plain tensor whose gradient is partial: backward sums the gradient over the ranks.
 
     Args:
         y: plain tensor, the same on all ranks.

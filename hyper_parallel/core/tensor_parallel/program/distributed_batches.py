@@ -1,16 +1,16 @@
 """Inputs of styled modules that are distributed over other mesh dimensions, as batches are with data parallelism.
 
-Take the mesh ("dp", "tp") and a style on ``mesh["tp"]``. If an input is a DTensor on ``mesh["dp"]``, the style gets its
-local tensor as a plain tensor. If it is a DTensor on both dimensions, the style gets a DTensor on ``mesh["tp"]``.
-Outputs are converted back. A plain output becomes the local tensor of a DTensor on ``mesh["dp"]``. An output DTensor on
-``mesh["tp"]`` becomes a DTensor on both dimensions. So operations between styled modules, and the loss, have the global
-batch.
+For example, consider the mesh ("dp", "tp") and a style on ``mesh["tp"]``. If an input is a DTensor on ``mesh["dp"]``,
+the style gets its local tensor as a plain tensor. If it is a DTensor on both dimensions, the style gets a DTensor on
+``mesh["tp"]``. Outputs are converted back. A plain output becomes the local tensor of a DTensor on ``mesh["dp"]``. An
+output DTensor on ``mesh["tp"]`` becomes a DTensor on both dimensions. So operations between styled modules, and the
+loss, have the global batch.
 
 The cotangent of a sharded tensor is sharded in the same way. The gradients of parameters are partial over the other
 dimension. So modules with parameters take distributed batches only under data parallelism, which sums their gradients.
 Data parallelism reports this in `SUMMED_OVER`.
 
-The library itself makes and takes the plain tensors here, so the check of plain code does not judge them.
+The library itself converts to and from plain tensors here, so the check of plain code ignores these tensors.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ _SPLITS: Table = Table(_split, 1 << 12, "layouts outside of the meshes of styles
 def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
     """Return the layout of the batch on the mesh dimensions outside of ``mesh``; None if no input is a batch.
 
-    The batch is the first input that all these mesh dimensions shard, along one tensor dimension.
+    The batch is the first input that is sharded along one tensor dimension by all mesh dimensions outside of ``mesh``.
     """
     for x in inputs:
         split = _SPLITS[x._layout, mesh] if isinstance(x, DTensor) else None
@@ -175,7 +175,7 @@ def _batch_of(inputs: tuple, mesh: DeviceMesh) -> Layout | None:
 
 
 def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
-    """Return ``args``, where a replicated first input is sharded along its first dimension.
+    """Return ``args``, in which a replicated first input is resharded along its first dimension.
 
     Operations may leave a batch of one sample replicated.
     """
@@ -194,7 +194,7 @@ def _cut(args: tuple, mesh: DeviceMesh) -> tuple:
 def _part_with(batch: Layout, x: DTensor, mesh: DeviceMesh, name: str) -> Any:
     """Return this rank's shard of an input, in the form in which a style on ``mesh`` takes it.
 
-    Every rank uses all of a replicated input with its shard of the batch.
+    A replicated input is passed in full, because every rank uses all of it with its shard of the batch.
     """
     split = _SPLITS[x._layout, mesh]
     if split is None or split.outside.mesh is not batch.mesh or any(p.is_partial() for p in split.outside.placements):
@@ -239,7 +239,8 @@ def _keep_part(x: DTensor, part: Any, mesh: DeviceMesh) -> None:
 def _kept_part(x: DTensor, split: _Split, mesh: DeviceMesh) -> Any:
     """Return the shard that `_keep_part` cached for ``x``, or None.
 
-    It is used only if ``x`` is sharded outside of the style's mesh, and both or neither need a gradient.
+    Return None also if ``x`` is unsharded outside of the style's mesh. ``x`` and the shard must agree in whether they
+    require a gradient.
     """
     platform = mesh.platform
     if not all(isinstance(p, Shard) for p in split.outside.placements):
@@ -258,7 +259,7 @@ def _on(mesh: DeviceMesh, local: Any, own: Placement | None, shape: Sequence[int
 
 
 def _is_empty(batch: Layout) -> bool:
-    """Return whether this rank has no sample. Then all ranks of its tensor-parallel group have none."""
+    """Return whether this rank has no sample. The result is equal on all ranks of a tensor-parallel group."""
     return not batch.local_shape[_batch_dim(batch)]
 
 

@@ -100,7 +100,7 @@ def parts_of_whole(args: tuple, kwargs: dict, mesh: DeviceMesh, count: int) -> I
 
 
 def whole_for_summands(args: tuple, kwargs: dict, mesh: DeviceMesh) -> Inputs:
-    """Return replicated plain arguments for ranks that each compute a partial result.
+    """Return replicated plain arguments for an expert module that computes a partial result on each rank.
 
     Results are all-reduced in forward, and gradients of the arguments in backward.
 
@@ -122,7 +122,8 @@ def whole_for_summands(args: tuple, kwargs: dict, mesh: DeviceMesh) -> Inputs:
 
 
 def _cut(args: tuple, kwargs: dict, tokens: Layout, count: int) -> Inputs:
-    """Return this rank's shards of DTensors in the placements of ``tokens``; ``back`` makes a DTensor of shards."""
+    """Redistribute DTensors to the placements of ``tokens``, and return this rank's shards. ``back`` makes a DTensor of
+    shards."""
     placements, everywhere = tokens.placements, [Replicate()] * tokens.mesh.ndim
 
     def part(x: Any) -> Any:
@@ -160,7 +161,7 @@ def _placement(dim: DeviceMesh, mesh: DeviceMesh, name: str) -> Placement:
 
 
 def _own_counts(counts: Any, tokens: Layout) -> Any:
-    """Return the number of this rank's rows of each expert.
+    """Return, for each expert, the number of its rows on this rank.
 
     Args:
         counts: plain tensor with the global number of rows of each expert. Rows are sorted by expert.

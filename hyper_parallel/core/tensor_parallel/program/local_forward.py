@@ -16,9 +16,8 @@ from hyper_parallel.core.plain_code.following import FOLLOWING, UNEVEN
 class LocalForward:
     """Functions that a module with a single input runs in place of its forward.
 
-    Both functions return NotImplemented, without side effects, for an input that they do not support. They also do so
-    if the module's parameters are no longer those of the plan. These may have been replaced, or be computed by a
-    parametrization.
+    Both functions return NotImplemented, without side effects, for an unsupported input. They also return
+    NotImplemented if a parameter of the plan was replaced, or is computed by a parametrization.
 
     Attributes:
         plain: ``plain(module, x)`` for a plain tensor; None if plain tensors need the conversions of the style.

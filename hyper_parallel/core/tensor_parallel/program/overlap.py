@@ -36,12 +36,12 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
     This applies to layers with `RowwiseParallel` (all-reduce, or reduce-scatter with sharded ``output_layouts``). It
     also applies to ``ColwiseParallel(input_layouts=Shard(dim))`` (all-gather). Forward and backward are split into
     chunks. While one chunk is multiplied, the collective of another chunk is pending. So ``chunks`` collectives replace
-    one, and move the same number of bytes. An all-gather by `PrepareModuleInput`, which several layers share, is not
-    overlapped. Results are equal up to the order of sums in the gradient of the weight. Gradients of gradients raise an
-    error.
+    one collective, and move the same number of bytes. An all-gather by `PrepareModuleInput`, which several layers
+    share, is not overlapped. Results are equal up to the order of sums in the gradient of the weight. Gradients of
+    gradients raise an error.
 
-    Use it where products are large and collectives take about as long as products, and measure the gain. On MindSpore
-    it does nothing, because collectives there are synchronous.
+    Use this context where products are large and collectives take about as long as products, and measure the gain. On
+    MindSpore the context does nothing, because collectives there are synchronous.
 
     Args:
         chunks: number of chunks. If it does not divide the dimension, the next smaller divisor is used.
@@ -72,7 +72,7 @@ def overlap_collectives(chunks: int = 4, least: int = 4 * _MIB) -> Iterator[None
 
 
 def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
-    """Return a `LocalForward` that tries `Fast.linear_with_collective` before ``local``.
+    """Return a `LocalForward` that uses `Fast.linear_with_collective` where possible, and ``local`` otherwise.
 
     A row-parallel layer multiplies, then all-reduces or reduce-scatters. A column-parallel layer all-gathers a plain
     input that is sharded along another dimension than the features, then multiplies.
@@ -104,7 +104,8 @@ def overlapped_first(local: LocalForward, program: Program) -> LocalForward:
     run_plain, run_distributed = local.plain, local.distributed
 
     def multiply(module: Any, x: Any, shape: tuple[int, ...]) -> Any:
-        """Multiply with the collective overlapped. ``shape`` is the shape before a scatter or after a gather."""
+        """Run the linear layer with its collective overlapped. ``shape`` is the shape before a scatter or after a
+        gather."""
         dim = 0 if collective == "all_reduce" else moved.dim % len(shape)
         elements = math.prod(shape[:-1]) * (features if rows else shape[-1])
         if dim >= len(shape) - 1 or (collective != "all_reduce" and shape[dim] % size):

@@ -1,8 +1,8 @@
 """Check that a module still has the parameters that its style distributed.
 
 Other code may replace a parameter after `parallelize_module`: a state dict that is assigned, or a library that wraps
-models. The module's forward would then use a full plain tensor as this rank's shard. So all forwards ask `are_planned`
-of the contract. If a parameter is another one, fast forwards leave the call to the general forward. That one uses
+models. The module's forward would then use a full plain tensor as this rank's shard. So all forwards call `are_planned`
+of the contract. If a parameter was replaced, fast forwards leave the call to the general forward, which uses
 `parameter_check`.
 """
 
@@ -57,8 +57,9 @@ def planned_layouts(module: Any) -> Mapping[str, Layout | None]:
 def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
     """Return ``check(module)``, which compares a module's parameters with the present layouts.
 
-    It takes ``module`` or a copy of it, and includes submodules. It raises ValueError for a parameter that is plain, on
-    another mesh or in other placements. All ranks with such a parameter raise before any communication.
+    ``check`` accepts ``module`` or a copy of it, and includes submodules. ``check`` raises ValueError for a parameter
+    that is plain, on another mesh or in other placements. All ranks with such a parameter raise before any
+    communication.
     """
     own_parameters = mesh.platform.own_parameters
     below = []
@@ -82,8 +83,8 @@ def parameter_check(module: Any, mesh: DeviceMesh) -> Callable[[Any], None]:
 
 
 def _check_parameter(p: Any, name: str, planned: Layout, module: Any) -> None:
-    """Raise ValueError if ``p``, in place of a parameter of layout ``planned``, has another mesh or placements. None is
-    right: the parameter is gone."""
+    """Raise ValueError if the present parameter ``p`` has another mesh or other placements than ``planned``. None, for
+    a removed parameter, is accepted."""
     layout = getattr(p, "_layout", None)
     mesh, placements = planned.mesh, list(planned.placements)
     if p is None or (layout is not None and layout.mesh is mesh and layout.placements == planned.placements):

@@ -1,6 +1,6 @@
 """Creation of `Program` objects (`platform.contract.programs`) from the placements that styles declare.
 
-Programs know replicated tensors, simple shards, and partial results of operations. A module whose inputs or outputs
+Programs support replicated tensors, simple shards, and partial results of operations. A module whose inputs or outputs
 have other placements has no program, and stays outside of compiled code.
 """
 
@@ -151,7 +151,7 @@ def conversions_of(
     use_local_output: bool,
     of_outputs: bool,
 ) -> Conversions | None:
-    """Return the programs of a hook, or None for placements that are not a `Cut`.
+    """Return the programs of a hook that converts inputs or outputs, or None if a placement is not a `Cut`.
 
     Args:
         slots: (position or keyword, placement of a plain tensor, desired placement) for each tensor. None as desired

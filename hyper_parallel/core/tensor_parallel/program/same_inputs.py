@@ -1,8 +1,9 @@
 """Check that all ranks pass the same plain inputs to a model whose plan declares the inputs replicated.
 
-A sampler with the world's number of ranks gives different samples to tensor-parallel ranks. Without a comparison they
-would train on wrong numbers, or fail in collectives of different sizes. The first call of a model compares the inputs
-of the first called module, and the ids of each embedding. All other values of the model follow from these inputs.
+A sampler with the world's number of ranks gives different samples to tensor-parallel ranks. Without a comparison, these
+ranks would train on wrong numbers, or fail in collectives of different sizes. The first call of a model compares the
+inputs of the first called module, and the ids of each embedding. All other values of the model follow from these
+inputs.
 """
 
 from __future__ import annotations

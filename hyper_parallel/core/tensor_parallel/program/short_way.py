@@ -38,7 +38,8 @@ _WHOLE = Replicate()
 def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any]) -> LocalForward | None:
     """Return the fast path of a linear layer with a sharded weight, or of a norm on a sharded input.
 
-    The result is None for other modules, linear layers of user-defined classes, and conversions without a fast path.
+    The result is None for all other modules, linear layers of user-defined classes, and conversions without a fast
+    path.
 
     Args:
         program: program of the module.
@@ -60,7 +61,7 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
     desired = placement_of(wanted) if sums else None  # type: ignore[arg-type]
 
     def output_of(x: Any) -> tuple[Any, Layout] | None:
-        """Return the step from this rank's partial result to the output, and the layout of the output.
+        """Return the step that converts this rank's partial result to the output, and the layout of the output.
 
         ``x`` is the layout of a DTensor input, or the shape of a plain input. The result is None for an input that the
         path does not support, or if a rank's shard is empty. Kernels may fail for empty tensors, and all ranks must

@@ -2,9 +2,9 @@
 
 A plain shard has no global size, so styles assume that the shards of all ranks have one size. Collectives with
 different sizes may kill the process without an exception. So the first call of a module with plain shards compares
-their sizes. A layer may return plain shards of different sizes on a mesh, which all ranks know from the layout. From
-then on every call on this mesh compares. A compiled graph compares its plain shards in its first run. Once shards may
-have different sizes, modules with plain shards leave compiled code.
+their sizes. If a layer returns plain shards of different sizes on a mesh, all ranks know this from the layout. From
+then on, every call on this mesh compares the sizes. A compiled graph compares its plain shards in its first run. Once
+shards may have different sizes, modules with plain shards leave compiled code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COMPARED = "_hyper_parallel_compared"
 
 
 def _hand_out(layout: Layout) -> None:
-    """Record on the mesh that plain shards may have different sizes, if they do in ``layout``."""
+    """If ranks have shards of different sizes under ``layout``, record on the mesh that plain shards may be uneven."""
     mesh, placement = layout.mesh, layout.placements[0]
     # The next layer's weight has the global number of features, the last dimension, so their shards need no comparison.
     if not isinstance(placement, Shard) or placement.dim == layout.ndim - 1:

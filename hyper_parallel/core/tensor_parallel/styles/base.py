@@ -137,8 +137,8 @@ class ModuleStyle(ParallelStyle):
     """Base class of styles that distribute the parameters of a module. User-defined styles derive from it.
 
     A subclass declares the placements of parameters, inputs and outputs. The style converts inputs to DTensors, runs
-    the module's forward on them and converts the outputs. Checks of the plan use the same placements. Override a
-    method where a placement depends on the module. A module can have one style of this kind.
+    the module's forward on them and converts the outputs. Checks of the plan use the same placements. Override a method
+    where a placement depends on the module. A module can have only one such style.
 
     Attributes:
         placements: placements of the module's direct parameters, by name. All other parameters are replicated.
@@ -237,7 +237,7 @@ class ModuleStyle(ParallelStyle):
         return convert_outputs(module, output, layouts, self.prepare_output, self, mesh)
 
     def local_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> LocalForward | None:
-        """Return a faster path for a single input, or None. It computes the conversions and ``forward`` at once."""
+        """Return a fast path for a single input, or None. It replaces the style's conversions and ``forward``."""
         program = self._program(module, mesh)
         local = None if program is None else short_way(program, module, forward)
         return None if local is None or program is None else overlapped_first(local, program)
@@ -294,8 +294,8 @@ class ModuleStyle(ParallelStyle):
             distribute_parameter(module, name, mesh, (placement,), src_data_rank=self.src_data_rank)
 
     def _new_forward(self, module: Any, forward: Callable[..., Any], mesh: DeviceMesh) -> Callable[..., Any]:
-        """Return the replacement of the module's ``forward``. It runs `local_forward` for a single input, if there is
-        one that takes the input. Otherwise it converts the inputs, runs ``forward`` and converts the outputs."""
+        """Return the replacement of the module's ``forward``. It runs `local_forward` for a supported single input, or
+        else converts the inputs, runs ``forward`` and converts the outputs."""
         if mesh.get_coordinate() is None:
             return lambda module, *args, **kwargs: mesh.require_member(f"a call of {module_label(module)}")
         check = parameter_check(module, mesh)
@@ -328,7 +328,7 @@ class ModuleStyle(ParallelStyle):
         if given is not None and run_plain is not None:
 
             def compare(module: Any, x: Any) -> Any:
-                """Compare the input between ranks, in the first call, and in every call once shards are uneven."""
+                """Compare the input between ranks, in the first call and, after shards became uneven, in each call."""
                 what = f"the input of {module_label(module)}"
                 if isinstance(given, Shard):
                     compare_shapes(x, mesh, given, what, module)

@@ -282,10 +282,10 @@ class ExpertParallel(ModuleStyle):
     def _own_tokens(
         self, module: Any, args: tuple, kwargs: dict, mesh: DeviceMesh, tp: Any, count: int, name: str
     ) -> tuple[list[Inputs], int]:
-        """Return the conversions of the arguments, and the number of losses that gradients of experts are averaged
-        over.
+        """Return the conversions of the arguments, and the number of losses over which gradients of experts are
+        averaged.
 
-        The conversions apply one after the other. The last one gives this rank's plain arguments.
+        The conversions are applied one after the other. The last conversion contains this rank's plain arguments.
         """
         common = mesh if tp is None else tp
         batch = parts_of_batch(args, kwargs, mesh, tp, count, name)
@@ -318,7 +318,8 @@ class ExpertParallel(ModuleStyle):
 def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
     """Return the mesh over which the gradients of this call are summed, or None.
 
-    A recomputed call (``again``) may run outside of the unit that sets the mesh. It uses the mesh of the first call.
+    A recomputed call (``again``) may run outside of the unit that sets the mesh. Such a call uses the mesh of the first
+    call.
     """
     known = SUMMED_OVER.get()
     mesh: DeviceMesh | None = _SUMMED.get(module) if again and known is None else known
@@ -329,7 +330,7 @@ def _summed_over(module: Any, again: bool) -> DeviceMesh | None:
 def has_its_gradients(module: Any, mesh: DeviceMesh, caller: str) -> bool:
     """Return whether the gradients of an expert module need no reduction over a data-parallel mesh.
 
-    They need none if the experts get the tokens of all ranks of that mesh.
+    The gradients are complete already if the experts get the tokens of all ranks of that mesh.
 
     Args:
         module: any module.

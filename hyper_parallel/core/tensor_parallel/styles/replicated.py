@@ -24,14 +24,14 @@ class NoParallel(ModuleStyle):
     parameters become replicated DTensors. So one optimizer step and one gradient norm cover all parameters of the
     model.
 
-    By default, the gradient of a plain output must be the same on all ranks. Modules with styles give such a gradient,
-    and so does code that computes the same on all ranks. Code that has only this rank's heads or experts gives a
-    partial gradient. Declare this with ``local_output_grad_placements`` or ``partial_features``; the style then sums
-    the gradient over the ranks.
+    By default, the gradient of a plain output must be the same on all ranks. This holds if modules with styles read the
+    output, or code that computes the same on all ranks. Code that has only this rank's heads or experts gives a partial
+    gradient. Declare this with ``local_output_grad_placements`` or ``partial_features``; the style then sums the
+    gradient over the ranks.
 
     A module may have several inputs and outputs, as recurrent layers and attention have. Further plain inputs, and
-    tensors that the forward makes, count as equal on all ranks. After a sharded first input, further plain inputs are
-    refused where they meet it: give DTensors.
+    tensors that the forward makes, count as equal on all ranks. If the first input is sharded, an operation of this
+    input with a further plain input raises an error: pass DTensors.
 
     Args:
         input_layout: placement of a plain first input; default ``Replicate()``. A sharded input is all-gathered.

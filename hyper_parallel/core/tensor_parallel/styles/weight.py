@@ -199,7 +199,7 @@ def is_fused_attention(module: Any) -> bool:
 def recurrent_kind(module: Any, platform: Platform) -> str:
     """Return ``"layer"`` for a recurrent layer, ``"cell"`` for one step of it, and "" for another module.
 
-    They are known by the names of their parameters, which are the same in both frameworks.
+    Recurrent layers are recognised by the names of their parameters, which are the same in both frameworks.
     """
     names = [name for name, _ in platform.named_parameters(module) if name.startswith(("weight_ih", "weight_hh"))]
     if len(names) < 2 or not hasattr(module, "hidden_size"):
