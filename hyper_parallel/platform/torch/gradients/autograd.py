@@ -18,6 +18,7 @@ from hyper_parallel.platform.contract.autograd import BACKWARD_WRAPPERS, TensorF
 from hyper_parallel.platform.torch.basics.private import bare_apply, graph_task, queue_callback, will_execute
 from hyper_parallel.platform.torch.basics.transforms import MAYBE_INSIDE, refuse_transforms
 from hyper_parallel.platform.torch.gradients.failures import tell_of_failure
+from hyper_parallel.platform.torch.gradients.graphs import nodes_below
 
 __all__ = [
     *("ADDING", "NOTHING", "SAME_AS_VIEW", "AutogradVerbs", "Cache"),
@@ -311,7 +312,7 @@ def telling_engine(run: Callable) -> Callable:
 
         def leads(node: Any) -> bool:
             if not graph:
-                graph.update(_nodes_below(roots))
+                graph.update(nodes_below(roots))
             return node in graph
 
         def begin(cotangent: Any) -> None:
@@ -353,17 +354,6 @@ def telling_engine(run: Callable) -> Callable:
                     callback()
 
     return telling
-
-
-def _nodes_below(roots: Sequence[Any]) -> set[Any]:
-    """Return the nodes of the graph that begins at ``roots``, leaves included."""
-    open_nodes = [node for node in roots if node is not None]  # a root may be a leaf
-    found = set(open_nodes)
-    while open_nodes:
-        new = {node for node, _ in open_nodes.pop().next_functions if node is not None and node not in found}
-        found |= new
-        open_nodes += new
-    return found
 
 
 def name_of(forward: Callable) -> str:
