@@ -1,7 +1,7 @@
 """A backend whose collectives send nothing: one rank of a world whose other ranks do not exist.
 
 `dry_platform` derives it from any backend. Groups are names, collectives return tensors of the right shapes, and
-everything else comes from that backend. So core runs on it as it runs in many processes. The values of tensors are
+everything else comes from that backend. So core runs as in a job of many processes. The values of tensors are
 meaningless; where the framework has tensors without data (`Platform.dry_class`), they have no values.
 """
 

@@ -49,7 +49,7 @@ def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None
 
 
 def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:
-    """Return this rank's local array of a tensor with value ``x``. For `Partial`, summands differ between ranks.
+    """Return this rank's local array of a tensor with value ``x``. For `Partial`, each rank has a different summand.
 
     ``rng`` must be in the same state on every rank.
     """

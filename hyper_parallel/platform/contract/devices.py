@@ -58,7 +58,7 @@ class DeviceRole(ABC):
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """Return a new plain local tensor on this rank's device. ``name`` is ``"full"`` (with ``fill_value``),
         ``"empty"``, ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start,
-        end, base)). ``dtype`` None is the framework's default, for ``fill_value`` if there is one."""
+        end, base)). ``dtype`` None gives the framework's default dtype: that of ``fill_value``, where it is given."""
 
     def counter_key(self: Any) -> Tensor:
         """Draw a key of four uniform float32 numbers from the default generator, as a plain tensor on this rank's

@@ -78,7 +78,7 @@ class GroupRole(ABC):
     def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Group:
         """Make one group for each list of ranks. Returns the group that contains this rank, or None. Called with the
         same lists on every rank of the world. A list of all ranks in ascending order may give the default group.
-        Collectives use the ranks in the order of the list. A backend that cannot do so raises ValueError.
+        Collectives use the ranks in the order of the list. A backend that cannot keep this order raises ValueError.
 
         Args:
             rank_lists: global ranks; none is in two of the lists.
@@ -132,10 +132,10 @@ class GroupRole(ABC):
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         """Find the missing ranks after a collective on ``group`` failed.
 
-        Make the ranks that wait in the group fail. Leave ``report`` for the other ranks of the world, and wait a few
-        seconds for their reports. Returns the reports by rank, and the ranks that did not fail in this group. The
-        reports of these ranks say where else they failed. The group may be unusable afterwards. Never raises. Returns
-        None where a backend cannot find out.
+        Let the collectives fail in which other ranks of the group wait. Leave ``report`` for the other ranks of the
+        world, and wait a few seconds for their reports. Returns the reports by rank, and the ranks that did not fail in
+        this group. The reports of these ranks say where else they failed. The group may be unusable afterwards. Never
+        raises. Returns None where a backend cannot find out.
 
         Args:
             group: group of the failed collective.
@@ -159,9 +159,9 @@ class GroupRole(ABC):
     def tell_of_failure(self, groups: Sequence[Group], ranks: Sequence[int], report: str) -> None:
         """Report to ``ranks`` that this rank failed outside a collective, and will not take part in the next one.
 
-        Wait a few seconds for all of them to call this too: then all have failed in the same way, and nothing more is
-        done. Otherwise leave ``report`` for `find_missing_ranks`, and make the ranks that wait in ``groups`` fail. The
-        groups may be unusable afterwards. Never raises. In a backend that cannot do so, the others wait for the
+        If all ``ranks`` make this call within a few seconds, all have failed in the same way. Nothing more is done
+        then. Otherwise leave ``report`` for `find_missing_ranks`, and make the ranks that wait in ``groups`` fail. The
+        groups may be unusable afterwards. Never raises. In a backend without such reports, the other ranks wait for the
         time-out.
 
         Args:

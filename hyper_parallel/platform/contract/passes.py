@@ -47,8 +47,8 @@ class PassRole:
     def before_backward(self, callback: Callable[[Callable[[Any], bool]], None]) -> None:
         """Call the bound method ``callback(runs)`` at the start of each backward pass, while its object lives.
         ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`. Data
-        parallelism uses it to prefetch parameters. A backend that cannot know never calls it; core then rejects
-        features that need it."""
+        parallelism prefetches parameters in the callback. A backend that does not see this start never calls it. Core
+        then rejects features that need the callback."""
         return
 
     #: Whether backward accumulates gradients in `TensorMembers.grad`, which can be set then. Otherwise a framework
@@ -66,7 +66,7 @@ class PassRole:
 
     def free_storage(self, x: Tensor) -> None:
         """Free the memory of ``x``, a plain tensor that occupies its entire storage. ``x``, its views and the tensors
-        that autograd saved of them stay the same objects. They are not read until `refill_storage`."""
+        that autograd saved of them stay the same objects. No code reads these tensors until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} cannot free storage: its `frees_storage` is False")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
@@ -79,12 +79,12 @@ class PassServices(Protocol):
     """Services for a backend about the gradients of distributed tensors; a part of `Core`."""
 
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient of a tensor of ``layout`` to the local tensor of the gradient that users
+        """Convert the plain local gradient of a tensor with ``layout`` to the local tensor of the DTensor that users
         get. In gradients of gradients, a value computed from the result counts once. Interception is off.
         """
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
+        """Convert the local tensor of a user's gradient to the local gradient with which backward continues."""
 
     def for_user(self, gradient: Tensor, layout: Layout) -> Any:
         """Return a gradient as a new DTensor, which users may see.
@@ -101,7 +101,7 @@ class PassServices(Protocol):
         with which backward goes on, or None where the hook returns None."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
-        """Report ``error`` in a backward pass on ``meshes`` to the other ranks (`Platform.tell_of_failure`)."""
+        """Tell the other ranks of ``meshes`` that a backward pass raised ``error`` (`Platform.tell_of_failure`)."""
 
     def open_block(self) -> AbstractContextManager[Any] | None:
         """Return a nested `coalesce_gradients` block if the caller is inside such a block, else None."""

@@ -36,9 +36,9 @@ class TensorRole(ABC):
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
-        """Describe ``x`` for messages, with a remedy, if it cannot be a local tensor of a DTensor, or meet one. Such
+        """Describe ``x``, with a remedy, if it cannot be the local tensor of a DTensor, or cannot meet DTensors. Such
         tensors compute in their own way, or are not stored as one dense array. The description is like "a tensor of the
-        class ..., of torch.distributed.tensor". Other values give None."""
+        class ..., of torch.distributed.tensor". None for all other values."""
         return None
 
     @abstractmethod
@@ -64,8 +64,8 @@ class TensorRole(ABC):
 
     @abstractmethod
     def write(self, x: Tensor, values: Tensor) -> None:
-        """Overwrite the values of a plain parameter or buffer with those of a plain tensor of its shape and dtype. It
-        stays the same object, on its device. Called without gradients."""
+        """Overwrite the values of a plain parameter or buffer with those of a plain tensor of its shape and dtype.
+        ``x`` stays the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
         """Return ``how()``, which reports how the native ``operation`` has changed the plain tensor ``x``. Called
@@ -113,8 +113,8 @@ class TensorRole(ABC):
         ]
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """Return ``x`` dense and in row-major order. The result may be ``x`` itself if that is so already.
-        Differentiable."""
+        """Return ``x`` dense and in row-major order. The result may be ``x`` itself, if ``x`` is dense and in this
+        order. Differentiable."""
         return self.clone(x)
 
     @abstractmethod

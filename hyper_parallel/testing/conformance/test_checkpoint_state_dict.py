@@ -45,7 +45,7 @@ def test_to_another_model(pool: Any, name: str) -> None:
 
 
 def moved(name: str) -> None:
-    """Check full state dicts of all ranks, full ones of the first rank, and sharded ones.
+    """Check full state dicts on all ranks, full state dicts on the first rank, and sharded state dicts.
 
     The new optimizer may have no steps yet.
     """

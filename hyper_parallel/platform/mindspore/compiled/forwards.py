@@ -1,7 +1,7 @@
 """Stand-ins for styled modules in MindSpore's graphs: cells of plain local tensors and collectives.
 
 A stand-in is built from the data of a style (`Program`). It holds the parameters of its module, under names that no
-other code uses. Only there does the parser accept a distributed parameter, as its local tensor.
+other code uses. MindSpore's parser accepts a distributed parameter, as its local tensor, under these names only.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Gradients of functions with distributed parameters and inputs, as DTensors: the functions of
 `hyper_parallel.mindspore`.
 
-MindSpore's own `mindspore.value_and_grad` works on such functions too and runs here. It returns plain local tensors.
-These functions turn them into DTensors with the placements of the gradient contract: those of the parameter, with
-``Replicate`` for ``Partial``.
+MindSpore's own `mindspore.value_and_grad` computes the gradients, as plain local tensors. The functions of this module
+turn these gradients into DTensors. A gradient has the placements of its parameter, with ``Replicate`` in place of
+``Partial``.
 """
 
 from __future__ import annotations

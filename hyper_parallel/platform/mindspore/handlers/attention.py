@@ -98,7 +98,7 @@ def _projected(xs: tuple, weights: tuple | None, packed: Any, bias: Any, same: b
 
 
 def _with_zeros(x: Any, dim: int) -> Any:
-    """Append a zero along ``dim``: a key and a value for all samples, which no mask hides."""
+    """Append zeros of size 1 along ``dim``, as for an additional key and value that no mask excludes."""
     return mint.cat([x, ops.zeros_like(mint.narrow(x, dim, 0, 1))], dim)
 
 

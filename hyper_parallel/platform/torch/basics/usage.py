@@ -20,7 +20,7 @@ _OPEN: list[UsageMode] = []
 
 
 def resized(x: Tensor) -> None:
-    """Report a changed storage size of ``x`` to all active modes."""
+    """Report to all active `Usage` counters that the storage of ``x`` has changed its size."""
     for mode in _OPEN:
         mode.resized(x.untyped_storage())
 

@@ -1,8 +1,6 @@
-"""Treatment of DTensors by torch's compiler: as the local tensors that they are.
-
-A DTensor is a graph input of the local shape. Its guards compare its layout, and the facts that torch knows below
-Python. In the traced frame, a class of `placed` represents it. The compiled graph itself gets plain tensors, forward
-and backward.
+"""Treatment of DTensors by torch's compiler: as local tensors. A DTensor becomes a graph input of the local shape. The
+guards of the input compare the layout, and the properties that torch stores below Python. In the traced frame, a class
+of `placed` represents it. The compiled graph itself gets plain tensors, forward and backward.
 """
 
 from __future__ import annotations
@@ -49,7 +47,8 @@ def not_compiled(skipped: Any) -> tuple[str, ...]:
 
 
 def _all_but(compiled: set[str], folder: Path, top: Path) -> Iterator[str]:
-    """Yield paths below ``folder`` that contain no compiled files. Compiled files are named relative to ``top``."""
+    """Yield paths below ``folder`` without a file that the compiler may trace. Such files are named relative to
+    ``top``."""
     for path in sorted(folder.iterdir()):
         name = path.relative_to(top).as_posix()
         if path.name[:2] == "__" or name in compiled:
@@ -104,8 +103,8 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 @cache
 def _parts_of_dynamo() -> Any:
-    """Return parts of Dynamo, looked up when a DTensor is met: they do not exist while torch's compiler is being
-    imported."""
+    """Return classes and functions of Dynamo. They do not exist yet while torch's compiler is being imported, so they
+    are looked up when a DTensor is met."""
     guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
     overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
     return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)

@@ -1,8 +1,8 @@
 """Tensors that functions of the program read besides their arguments: DTensors among them become operands.
 
-Torch runs a `score_mod` on plain local tensors. It may read tensors of a closure, of defaults, of `functools.partial`
-or of the object whose method it is. All of these are searched. A copy of the function is made that reads plain tensors
-there.
+Torch runs a `score_mod` on plain local tensors. This function may read tensors from its closure, defaults,
+`functools.partial` or the object of a method. All these sources are searched. A copy of the function reads plain
+tensors in place of the DTensors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Captured:
         return x
 
     def given(self, plain: list[Tensor]) -> tuple[Any, Any]:
-        """Return the function and the mask with these plain tensors in place of the DTensors."""
+        """Return the `score_mod` and the mask with these plain tensors in place of the DTensors."""
         if not self.found:
             return self._score_mod, self._mask
         by_id = {id(x): y for x, y in zip(self.found, plain, strict=True)}

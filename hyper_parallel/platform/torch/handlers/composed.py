@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def _plus_product(product: Callable[[Any, Any], Any], dims: tuple[int, int]) -> Callable:
-    """Return a function for ``beta * input + alpha * product(a, b)``. If beta is 0, ``input`` is ignored."""
+    """Return a function that computes ``beta * input + alpha * product(a, b)``. If beta is 0, ``input`` is ignored."""
 
     def plus_product(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if (a.dim(), b.dim()) != dims:

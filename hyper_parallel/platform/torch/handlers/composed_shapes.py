@@ -42,7 +42,8 @@ composed(torch.view_as_complex_copy)(_copying(torch.view_as_complex))
 
 @composed(*find("unsafe_chunk", torch, Tensor))
 def unsafe_chunk(input: Any, chunks: int, dim: int = 0) -> Any:
-    """Split into chunks that torch allows to be written without a check for overlap. Mirrors `torch.unsafe_chunk`."""
+    """Split into chunks. Torch allows writes to these chunks without a check for overlap. Mirrors
+    `torch.unsafe_chunk`."""
     return input.chunk(chunks, dim)
 
 

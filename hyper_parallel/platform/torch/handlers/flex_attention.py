@@ -115,7 +115,8 @@ def _aux(**results: Any) -> Any:
 
 
 def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
-    """Check the global shapes as torch would, before any communication. The local shapes may not show the fault."""
+    """Check the global shapes as torch would, before any communication. Wrong global shapes may have valid local
+    shapes."""
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"flex_attention takes tensors of (batch, heads, length, features), not of shapes {shapes}")

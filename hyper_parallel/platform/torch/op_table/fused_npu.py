@@ -55,7 +55,8 @@ def _not_rotated(func: Any, operands: tuple, static_args: tuple) -> Bound:
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """npu_add_rms_norm with a backward, which torch_npu 2.14 lacks. It is the backward of npu_rms_norm of the sum."""
+    """npu_add_rms_norm with a backward, which torch_npu 2.14 lacks. The backward is that of npu_rms_norm, applied to
+    the sum."""
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> Any:

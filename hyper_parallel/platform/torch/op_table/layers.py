@@ -103,8 +103,8 @@ def _repeated(signature: str, results: int) -> str:
 
 
 def _shapes(call: Callable, func: Any, operands: tuple, others: tuple) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the results on one device, from a call on meta tensors. Torch raises errors about shapes
-    there, on all ranks."""
+    """Return the shapes of the results on one device, from a call on meta tensors. In this call torch raises errors
+    about shapes, on all ranks."""
     with no_dispatch():
         results = call(func, tuple(_without_data(x) if isinstance(x, Tensor) else x for x in operands), others)
     return tuple(tuple(y.shape) for y in (results if isinstance(results, (tuple, list)) else (results,)))
@@ -119,7 +119,8 @@ def _without_data(x: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------- pools
 def _windows(dims: int, ndim: int) -> str | None:
-    """Return a signature for samples of channels, or channels alone; the last ``dims`` dimensions are unsharded."""
+    """Return a signature for an input (samples, channels, ...), or (channels, ...). Its last ``dims`` dimensions are
+    unsharded."""
     letters = {dims + 2: "nc", dims + 1: "c"}.get(ndim)
     return letters and f"{letters}{'.' * dims}->{letters}{'.' * dims}"
 
