@@ -181,8 +181,8 @@ def compare_on_ranks(
     """Compare one rank with one device, and return its findings as a tuple of six.
 
     They are `PlanCheck.differences`, the differences of the modules' outputs, and the modules in the order of calls.
-    Then come the numbers of collectives by kind, `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is the
-    pickled rest of the arguments of `check_plan`."""
+    The others are the numbers of collectives by kind, `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is
+    a pickle of the other arguments of `check_plan`."""
     platform = get_platform()
     platform.manual_seed(0)
     model, plan, sample, kwargs, loss, prove = pickle.loads(sent)

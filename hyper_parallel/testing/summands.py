@@ -13,7 +13,7 @@ def summands(x: np.ndarray, count: int, rng: np.random.Generator) -> list[np.nda
     """Return ``count`` arrays whose sum is ``x``.
 
     The arrays differ in every property that a wrong rule could use in place of the sum. The numbers that are added
-    change their sign and double in size from rank to rank. They are nowhere zero. They grow along every
+    change their sign and double in size from rank to rank. None of these numbers is zero. Their sizes grow along every
     dimension, so neighbouring ranks have their largest and smallest element at opposite ends. They are multiples of
     1/16, so that sums of a few float32 numbers lose almost no precision.
 

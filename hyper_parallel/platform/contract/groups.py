@@ -108,12 +108,12 @@ class GroupRole(ABC):
             groups: this rank's group along each dimension.
             root: the framework's mesh to slice by ``names``, if this mesh is a slice.
         """
-        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has none")
+        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has no meshes")
 
     def describe_native_mesh(self, native: Any) -> NativeMesh:
         """Invert `native_mesh`: describe a mesh of the framework. Makes no groups. Raises TypeError for any other
         object."""
-        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has none")
+        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has no meshes")
 
     def describe_native_placement(self, native: Any) -> tuple[Any, ...] | None:
         """Describe a placement of the framework's own DTensors that has a counterpart in core. The description is the

@@ -104,8 +104,8 @@ def moved(name: str) -> None:
 
 @spmd.on_mesh(4)
 def under_torchs_names(mesh: Any, directory: str) -> None:
-    """Check a program for torch whose import line alone was changed: joint state dicts, flat ones, several optimizers,
-    frozen parameters."""
+    """Check a program for torch with a changed import line: joint and flat state dicts, several optimizers, frozen
+    parameters."""
     platform, adapter, setup = mesh.platform, get_adapter(), Setup((4,), "none")
 
     def made(seed: int, steps: int) -> Any:

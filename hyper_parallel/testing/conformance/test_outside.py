@@ -62,7 +62,7 @@ def x_of(*shape: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------ empty
 def made(mesh: Any) -> list[Any]:
-    """Check all functions that create a DTensor, and those that need no values."""
+    """Check all functions that create a DTensor, and operations that need no values."""
     adapter, at = get_adapter(), {"device_mesh": mesh, "placements": [Shard(0)]}
     found = [placed(mesh, p) for p in [*PLACEMENTS, Partial()]]
     found += [DTensor.from_local(x_of(), mesh, [p]) for p in PLACEMENTS]

@@ -1,4 +1,5 @@
-"""Writes through views of DTensors: tensors that share memory on one device act as if they do so on many ranks."""
+"""Writes through views of DTensors: if two tensors share memory on one device, a write to one changes the other on many
+ranks too."""
 
 from __future__ import annotations
 

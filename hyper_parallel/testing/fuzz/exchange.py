@@ -29,7 +29,7 @@ __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed", "patience"
 
 
 def patience() -> float:
-    """Return the seconds that a rank waits for another one in the same program; more on a busy machine."""
+    """Return how many seconds a rank waits for another rank in the same program; more on a busy machine."""
     return float(os.environ.get("HYPER_PARALLEL_FUZZ_PATIENCE", "15")) * slowness()
 
 
@@ -210,9 +210,8 @@ class Exchange:
         return work
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Return the texts of the ranks that call this too.
-
-        The others are in a collective. See `Platform.exchange_texts`.
+        """Return the texts of the ranks that make this call too. Ranks that are in a collective are left out. See
+        `Platform.exchange_texts`.
         """
         said = self._swap(_QUESTION, text.encode(), ranks, True)
         return {rank: x.decode() for rank, x in zip(ranks, said, strict=True) if x is not None}

@@ -118,7 +118,7 @@ def _reduced(output: Any) -> Any:
     """Return the outputs at which backward starts.
 
     A partial output that is not a sum is reduced, and backward starts at the reduced tensor. For an average, an extreme
-    value or a product, a rank's value gets no gradient, or a part of the gradient.
+    value or a product, some ranks get no gradient, or a part of it.
     """
     if isinstance(output, (tuple, list)):
         new = [_reduced(y) for y in output]

@@ -201,8 +201,7 @@ def _unpool(ksize: tuple, strides: tuple, pads: tuple, output_shape: tuple) -> A
 
 
 def _call_unpool(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """Call the unpooling with the local shape of its result, an attribute of the primitive.
-    """
+    """Call the unpooling with the local shape of its result, an attribute of the primitive."""
     attributes = func.prim.attrs
     if not attributes["output_shape"]:
         return func(*args)

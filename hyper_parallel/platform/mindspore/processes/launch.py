@@ -296,7 +296,7 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
     if missing:
         raise RuntimeError(
             f"WORLD_SIZE is {environment['WORLD_SIZE']} but {', '.join(missing)} is not set: start the processes with "
-            "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+            "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process"
         )
     rank, size = rank_and_size(environment, "RANK", "WORLD_SIZE")
     port = number_in(environment, "MASTER_PORT")

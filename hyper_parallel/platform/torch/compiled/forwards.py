@@ -1,8 +1,8 @@
 """The second forward of a plan: styled modules as torch's compiler traces them.
 
 The forward of a module is built from the data of its style (`Program`): local parameters as plain tensors, and the
-autograd functions of `functions`. Modules without such data, and calls that do not fit it, run outside of the compiled
-code, as in eager mode.
+autograd functions of `functions`. Some modules have no such data, and some calls do not fit it. These run outside of
+the compiled code, as in eager mode.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 @cache
 def _parts_of_dynamo() -> Any:
-    """Return classes and functions of Dynamo. They do not exist yet while torch's compiler is being imported, so they
-    are looked up when a DTensor is met."""
+    """Return classes and functions of Dynamo. These do not exist yet while torch's compiler is being imported. So each
+    is looked up at the first DTensor."""
     guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
     overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
     return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)

@@ -255,10 +255,10 @@ class AutogradVerbs(Platform):
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
         """Store ``value`` on ``holder`` for `read_cache`; see `Platform.write_cache`.
 
-        A strong reference from a leaf to a value computed from that leaf would be a cycle through the leaf's gradient
-        accumulator. A strong reference to a view of the holder would be a cycle through the view's base. Both cycles
-        run through C++, invisible to the garbage collector. In these cases the reference is weak, and the value lives
-        as long as the graph that uses it.
+        A strong reference from a leaf to a value computed from it would be a cycle: the value references the leaf's
+        gradient accumulator. A strong reference to a view of the holder would be a cycle through the view's base. Both
+        cycles run through C++, invisible to the garbage collector. In these cases the reference is weak, and the value
+        lives as long as the graph that uses it.
         """
         if not is_grad_enabled() or holder.is_inference():
             return

@@ -1,6 +1,6 @@
 """Functions of `torch.distributed` on DTensors: they act on the local storage of a DTensor.
 
-Each function asks its tensors for ``__torch_function__``, so every call arrives here, even if the program imported the
+Each function asks its tensors for ``__torch_function__``. So every call arrives here, even if the program imported the
 function by name. If only the results are DTensors, torch does not ask, and C++ fills the local storage.
 """
 

@@ -1,7 +1,7 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
 The global tensor is drawn from the default generator, whose state is the same on all ranks. Each rank keeps its shard.
-So the generators of all ranks keep equal states, but each rank needs memory of the global size for a moment. Where the
+So the generators of all ranks keep equal states. But each rank needs memory of the global size for a moment. Where the
 program has asked for numbers by counter (`manual_seed`), uniform and normal numbers are drawn for the shard alone.
 """
 

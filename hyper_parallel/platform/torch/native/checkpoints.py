@@ -133,8 +133,8 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
             if data is not None and data.chunk.sizes != data.size:
                 raise ValueError(
                     f"HuggingFaceStorageWriter writes one file for all ranks, but {item.index.fqn!r} of shape "
-                    f"{tuple(data.size)} is sharded: pass save_distributed=True to it, with enable_consolidation=True "
-                    "for files of full tensors"
+                    f"{tuple(data.size)} is sharded: pass save_distributed=True to the writer, with "
+                    "enable_consolidation=True for files of full tensors"
                 )
     return original(writer, plans)
 

@@ -1,6 +1,6 @@
 """Conversions between torch's DTensors and DTensors of this library, over the same memory. Both libraries use the same
 cotangents: full for `Replicate` and `Partial`, and sharded for `Shard`. So conversions do not change gradients, except
-for partial averages. There the value of a rank gets a share of the cotangent in this library, and the full cotangent in
+for partial averages. For these, the value of a rank gets a share of the cotangent here, and the full cotangent in
 torch.
 """
 
@@ -37,7 +37,7 @@ def is_native(x: Any) -> bool:
 
 def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
     """Return whether torch cannot process ``tensors`` together, because of torch's own DTensors among them. Torch
-    cannot if these are on several meshes, or mixed with plain tensors or DTensors of class ``tensor_class``."""
+    cannot if its DTensors are on several meshes, or mixed with plain tensors or ``tensor_class``."""
     api = sys.modules.get(_API)
     if api is None:
         return False
@@ -134,7 +134,8 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
         if op not in ("", "sum", "avg"):
             raise ValueError(
                 f"a DTensor of shape {tuple(x.shape)} placed {list(x.placements)} needs gradients, but torch would "
-                f"give all ranks the same gradient for {op!r}: redistribute it to Replicate() before the conversion"
+                f"give all ranks the same gradient for {op!r}: redistribute the DTensor to Replicate() before the "
+                "conversion"
             )
     return math.prod(mesh.shape[dim] for dim, op in enumerate(reduce_ops) if op == "avg")
 

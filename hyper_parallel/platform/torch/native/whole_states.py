@@ -145,8 +145,9 @@ def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
             said = set().union(*mesh.platform.all_gather_object(said, mesh.platform_group(dim), mesh.shape[dim]))
     if len(said) > 1:
         raise ValueError(
-            "full_state_dict=True needs the same full state dict on every rank, but the ranks passed different ones "
-            f"(this rank: {len(state)} entries). If only rank 0 has the state dict, set broadcast_from_rank0=True too"
+            "full_state_dict=True needs the same full state dict on every rank, but the ranks passed different state "
+            f"dicts (this rank: {len(state)} entries). If only rank 0 has the state dict, set "
+            "broadcast_from_rank0=True too"
         )
 
 

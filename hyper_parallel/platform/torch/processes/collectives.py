@@ -1,9 +1,9 @@
 """Process groups and collectives of torch.distributed.
 
 Frequent collectives call the group's backend directly. Such a call is four times as fast as a function of
-`torch.distributed`, and twice as fast as a method of the process group. These methods go through torch's dispatcher. So
-they are called while a mode observes the dispatcher: torch's `CommDebugMode`, fake tensors. Functions are looked up at
-call time, because torch_npu replaces some of them.
+`torch.distributed`. It is twice as fast as a method of the process group. These methods go through torch's dispatcher.
+So they are called while a mode observes the dispatcher: torch's `CommDebugMode`, fake tensors. Functions are looked up
+at call time, because torch_npu replaces some of them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CommunicationVerbs(Platform):
             launch.init_process_group(launch.chosen_backend(self.comm_backend), self._select_device, seconds)
 
     def destroy_process_group(self) -> None:
-        """Destroy all process groups, including the default group. The library itself never calls this; programs do."""
+        """Destroy all process groups, including the default group. Called by programs, not by the library."""
         if dist.is_initialized():
             launch.destroy_process_group()
 
@@ -257,7 +257,7 @@ class CommunicationVerbs(Platform):
         return out
 
     def barrier(self, group: Any) -> None:
-        """Wait for all ranks of the group. The library itself never calls this; programs do."""
+        """Wait for all ranks of the group. Called by programs, not by the library."""
         dist.barrier(group=_resolve(group))
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:

@@ -59,7 +59,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
         if missing:
             raise RuntimeError(
                 f"the environment has torchrun's RANK or WORLD_SIZE but not {', '.join(missing)}: start the program "
-                "with torchrun, set them all, or unset them all to run alone"
+                "with torchrun, set all these variables, or unset all to run on one rank"
             )
         rank, size = rank_and_size(environ, "RANK", "WORLD_SIZE")
         # Through env://, because torchrun's agent already listens on the port.
