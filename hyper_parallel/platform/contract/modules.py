@@ -115,8 +115,7 @@ class ModuleRole(ABC):
         self.embedding_kinds[cls] = ModuleKind(weight, None)
 
     def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
-        """Declare ``cls`` a norm over the last ``dims`` dimensions, so that `SequenceParallel` can run it on local
-        tensors.
+        """Declare ``cls`` a norm over the last ``dims`` dimensions, for a fast path of `SequenceParallel`.
 
         Each position of the dimensions before them must be computed independently. Forward must read the parameters as
         attributes of the module. Subclasses of ``cls`` are not included. Raises TypeError when ``cls`` is no class,

@@ -39,9 +39,11 @@ _REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _I
 
 
 class TorchNpuPlatform(TorchPlatform):
-    """`torch-npu`. The facts about HCCL come from torch_npu 2.13. HCCL has no reductions of float64, uint16, uint32 and
-    fp8. Its reduce_scatter also lacks uint8, bool and complex64. Collectives that only move data take every dtype.
-    Ascend 910A and 310P have no bfloat16. On them, distributing, making or communicating a bfloat16 tensor raises.
+    """`torch-npu`.
+
+    The facts about HCCL come from torch_npu 2.13. HCCL has no reductions of float64, uint16, uint32 and fp8. Its
+    reduce_scatter also lacks uint8, bool and complex64. Collectives that only move data take every dtype. Ascend 910A
+    and 310P have no bfloat16. On them, distributing, making or communicating a bfloat16 tensor raises.
     """
 
     name = "torch-npu"

@@ -39,8 +39,10 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """Call ``function``, which returns ``(loss, value)``, on plain tensors. Return the value, and the gradients of the
-    loss with respect to the arguments. The gradient is None for arguments that are not floating point.
+    """Call ``function``, which returns ``(loss, value)``, on plain tensors.
+
+    Return the value, and the gradients of the loss with respect to the arguments. The gradient is None for arguments
+    that are not floating point.
     """
     inputs = [tensor(a) for a in arrays]
     floating = tuple(i for i, a in enumerate(arrays) if np.issubdtype(a.dtype, np.floating))

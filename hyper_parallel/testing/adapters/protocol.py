@@ -72,9 +72,10 @@ class Adapter(Protocol):
     def value_and_grads(
         self, function: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> tuple[Any, list[np.ndarray | None]]:
-        """Call ``function``, which returns ``(loss, value)``, on plain tensors made of ``arrays``. Returns the value,
-        and the gradients of the loss with respect to the arguments. An unused argument has zeros as gradient. The
-        gradient is None for arguments that are not floating point.
+        """Call ``function``, which returns ``(loss, value)``, on plain tensors made of ``arrays``.
+
+        Returns the value, and the gradients of the loss with respect to the arguments. An unused argument has zeros as
+        gradient. The gradient is None for arguments that are not floating point.
         """
 
     def model_value_and_grads(

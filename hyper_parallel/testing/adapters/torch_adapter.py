@@ -38,8 +38,10 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """Call ``function``, which returns ``(loss, value)``, on plain leaf tensors. Return the value, and the gradients of
-    the loss with respect to the arguments. The gradient is None for arguments that are not floating point.
+    """Call ``function``, which returns ``(loss, value)``, on plain leaf tensors.
+
+    Return the value, and the gradients of the loss with respect to the arguments. The gradient is None for arguments
+    that are not floating point.
     """
     leaves = [tensor(a) for a in arrays]
     for leaf in leaves:

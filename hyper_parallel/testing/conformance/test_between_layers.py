@@ -122,7 +122,9 @@ def test_keys_and_values_of_a_latent(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def read_by_some(mesh: Any) -> None:
-    """Check a replicated output. Each rank multiplies all or the last features by its shard of features."""
+    """Check a replicated output.
+
+    Each rank multiplies all or the last features by its shard of features."""
     adapter = get_adapter()
 
     def loss_of(model: Any) -> Any:

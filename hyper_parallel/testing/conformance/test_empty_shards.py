@@ -167,8 +167,9 @@ def _flat_function(mesh: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", FLAT)
 def test_functions_without_gradient(pool: Any, name: str) -> None:
-    """Check functions whose results have no gradient, with empty shards on some ranks. Backward has the same
-    collectives on all ranks.
+    """Check functions whose results have no gradient, with empty shards on some ranks.
+
+    Backward has the same collectives on all ranks.
     """
     for got, wanted in pool.run(4, _flat_function, name):
         same(got, wanted, "gradient")

@@ -198,8 +198,9 @@ def test_experts_alone(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
 def one_tensor(mesh: Any, by_index: bool) -> None:
-    """Check DTensors as inputs, with one loss for all ranks. The tensors are sharded over both mesh dimensions, or over
-    the dimension of the experts.
+    """Check DTensors as inputs, with one loss for all ranks.
+
+    The tensors are sharded over both mesh dimensions, or over the dimension of the experts.
     """
     adapter, count, ep = get_adapter(), 3, mesh["ep"]
     rng, numbers = np.random.default_rng(9), np.array([4, 0, 3])

@@ -1,5 +1,6 @@
-"""Core's calls of `Fast.linear_with_collective`, and core's use of the results. A function made of core's own steps
-replaces the backend's verb, so that every backend runs these tests.
+"""Core's calls of `Fast.linear_with_collective`, and core's use of the results.
+
+A function made of core's own steps replaces the backend's verb, so that every backend runs these tests.
 """
 
 from __future__ import annotations

@@ -147,8 +147,9 @@ def gone(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def some_of_a_unit(mesh: Any) -> None:
-    """Check that each rank may run a different layer of a unit. One layer has another dtype and thus a separate buffer.
-    Another layer is frozen.
+    """Check that each rank may run a different layer of a unit.
+
+    One layer has another dtype and thus a separate buffer. Another layer is frozen.
     """
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     xs = np.random.default_rng(3).standard_normal((size, 2, FEATURES)).astype(np.float32)

@@ -210,8 +210,9 @@ class Exchange:
         return work
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Return the texts of the ranks that make this call too. Ranks that are in a collective are left out. See
-        `Platform.exchange_texts`.
+        """Return the texts of the ranks that make this call too.
+
+        Ranks that are in a collective are left out. See `Platform.exchange_texts`.
         """
         said = self._swap(_QUESTION, text.encode(), ranks, True)
         return {rank: x.decode() for rank, x in zip(ranks, said, strict=True) if x is not None}

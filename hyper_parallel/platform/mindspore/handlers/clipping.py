@@ -24,8 +24,9 @@ _ORDERS = (1, 2, float("inf"))
 
 
 def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) -> Any:
-    """Call ``plain``, which clips the gradients in its argument ``place``. Local gradients are treated as shards.
-    Errors name ``name``.
+    """Call ``plain``, which clips the gradients in its argument ``place``.
+
+    Local gradients are treated as shards. Errors name ``name``.
     """
     given = args[place] if len(args) > place else kwargs.get("x")
     tensors = [given] if isinstance(given, Tensor) else given

@@ -117,8 +117,9 @@ _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)
 
 
 def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the op-table row for attention with dimensions (batch, heads, length, features). Calls with rare operands
-    have no rule.
+    """Choose the op-table row for attention with dimensions (batch, heads, length, features).
+
+    Calls with rare operands have no rule.
     """
     known = len(args) == 18 and args[_LAYOUT] == _BNSD and all(args[i] is None for i in _RARE)
     return _FLASH_ATTENTION if known else None

@@ -1,7 +1,9 @@
-"""Stores through which ranks meet, and the orderly end of these ranks. mccl acknowledges a message after it has given
-the message to the collective. The acknowledgement contains the message, and waits in a buffer to be sent. If the
-receiver ends, or closes its connections, the acknowledgement is lost. The sender then fails after its time-out,
-although nothing was wrong. So ranks leave only when all have returned from their last collective.
+"""Stores through which ranks meet, and the orderly end of these ranks.
+
+mccl acknowledges a message after it has given the message to the collective. The acknowledgement contains the message,
+and waits in a buffer to be sent. If the receiver ends, or closes its connections, the acknowledgement is lost. The
+sender then fails after its time-out, although nothing was wrong. So ranks leave only when all have returned from their
+last collective.
 """
 
 from __future__ import annotations
@@ -77,8 +79,9 @@ def make_store(address: str, port: int, size: int, serve: bool, timeout: timedel
 def store_of_msrun(
     rank: int, size: int, group: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """Make a store for ranks that have met at msrun's scheduler. All these ranks make the call. Rank 0 serves the
-    store, and broadcasts its address to the other ranks.
+    """Make a store for ranks that have met at msrun's scheduler.
+
+    All these ranks make the call. Rank 0 serves the store, and broadcasts its address to the other ranks.
 
     Args:
         rank: this rank.
@@ -143,8 +146,10 @@ def wait_for_leaving(store: Any, size: int, seconds: float) -> None:
 
 
 def listen_for_ends(store: Any, address: str, size: int) -> socket.socket | None:
-    """Return the socket on rank 0 to which `connect_until_the_end` connects. ``store`` gets the port of the socket.
-    Nothing is ever sent. The operating system closes the connection of a rank when the rank's process has ended.
+    """Return the socket on rank 0 to which `connect_until_the_end` connects.
+
+    ``store`` gets the port of the socket. Nothing is ever sent. The operating system closes the connection of a rank
+    when the rank's process has ended.
     """
     with suppress(OSError):
         listener = socket.socket()

@@ -191,8 +191,8 @@ make_grads: Callable[..., tuple] = _take(
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Return `apply` of an autograd function without torch's Python wrapper. Only functorch needs this wrapper, which
-    takes half of the time of a call."""
+    """Return `apply` of an autograd function without torch's Python wrapper. Only functorch needs it, and it doubles
+    the time."""
     return _apply.__get__(None, function) if _apply is not None else function.apply
 
 
@@ -216,8 +216,7 @@ with torch.enable_grad(), torch.inference_mode(False):
 
 
 def _check_tensors() -> None:
-    """Check private members of torch's nodes and tensors. With suitable members, many nodes can share one table of
-    hooks."""
+    """Check private members of torch's nodes and tensors, with which many nodes can share one table of hooks."""
     for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
         _take(f"Tensor.{name}", lambda _: True)
     with torch.enable_grad(), torch.inference_mode(False):
@@ -236,8 +235,9 @@ native_functions: Any = _take("_C._nn", inspect.ismodule, F)
 
 
 def native(name: str) -> Any:
-    """Return the native function that a function of `torch.nn.functional` calls. Returns the function of
-    `torch.nn.functional` itself if it calls no single native function.
+    """Return the native function that a function of `torch.nn.functional` calls.
+
+    Returns the function of `torch.nn.functional` itself if this torch lacks the native function.
     """
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
@@ -282,8 +282,7 @@ tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: tor
 
 def is_or_disables(found: Any, function: Callable) -> bool:
     """Return whether ``found`` is ``function``, or the wrapper with which ``torch.compile`` keeps it untraced. Methods
-    of torch's optimizers have this wrapper. If another version of torch marks the wrapper differently, the answer is
-    False."""
+    of torch's optimizers have this wrapper. If torch marks the wrapper differently, the answer is False."""
     return found is function or (
         getattr(found, "_torchdynamo_disable", False) and getattr(found, "__wrapped__", None) is function
     )
@@ -347,7 +346,7 @@ def in_loss_parallel() -> bool:
     """Return whether `torch.distributed.tensor.parallel.loss_parallel` is active, for all threads.
 
     `torch.distributed.tensor.parallel.loss_parallel` adds handlers to a table of torch's DTensors. If torch has no such
-    table, the answer is False. The module of that context takes long to import. It is not imported here: before its
+    table, the answer is False. The module of that context is not imported here, because that takes long: before its
     import no such context can be active.
     """
     if "torch.distributed.tensor.parallel" not in sys.modules:

@@ -95,9 +95,11 @@ def layout_of(x: Any) -> Any:
 
 
 def wrap(local: Any, layout: Any) -> Any:
-    """Turn ``local``, which no other code references, into a DTensor by a change of its class. Some operations return
-    their operand, such as ``contiguous()`` and in-place operations. So ``local`` may already be a DTensor. If it has
-    the same layout, it is the result. With another layout, the result is a new view, since an object has one layout.
+    """Turn ``local``, which no other code references, into a DTensor by a change of its class.
+
+    Some operations return their operand, such as ``contiguous()`` and in-place operations. So ``local`` may already be
+    a DTensor. If it has the same layout, it is the result. With another layout, the result is a new view, since an
+    object has one layout.
     """
     if MAYBE_INSIDE:
         refuse_transforms()

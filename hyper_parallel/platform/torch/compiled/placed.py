@@ -123,10 +123,11 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
 
 @kept_on_mesh
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
-    """Return the class for a replicated DTensor that is still held as shards along ``cut``. Each module that reads it
-    gathers the shards itself, so that backward takes the step that this module needs. ``read_for_parts`` of an instance
-    is None until a module that returns a partial cotangent reads it. Then it is a pair: whether gradients were enabled,
-    and the gathered tensor.
+    """Return the class for a replicated DTensor that is still held as shards along ``cut``.
+
+    Each module that reads it gathers the shards itself, so that backward takes the step that this module needs.
+    ``read_for_parts`` of an instance is None until a module that returns a partial cotangent reads it. Then it is a
+    pair: whether gradients were enabled, and the gathered tensor.
     """
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
@@ -145,8 +146,10 @@ def gathered_class(mesh: Any, size: int, cut: int) -> type:
 
 
 class Shared(Tensor):
-    """A plain tensor that several column-parallel modules read. These modules share the all-reduce of its gradient.
-    Instances have ``read_for_parts``, see `gathered_class`. Other code uses it as a plain tensor.
+    """A plain tensor that several column-parallel modules read.
+
+    These modules share the all-reduce of its gradient. Instances have ``read_for_parts``, see `gathered_class`. Other
+    code uses it as a plain tensor.
     """
 
     @classmethod

@@ -64,8 +64,9 @@ def _is_from_aot(y: Any) -> bool:
 
 
 def localize(function: Any) -> None:
-    """Let backward of an autograd function with a compiled graph also run on local tensors. The function is about to
-    get DTensors, and saves the parameters themselves for backward.
+    """Let backward of an autograd function with a compiled graph also run on local tensors.
+
+    The function is about to get DTensors, and saves the parameters themselves for backward.
     """
     if not hasattr(function, _COMPUTES) or getattr(function, "takes_dtensors", False):
         return

@@ -1,6 +1,8 @@
-"""Treatment of DTensors by torch's compiler: as local tensors. A DTensor becomes a graph input of the local shape. The
-guards of the input compare the layout, and the properties that torch stores below Python. In the traced frame, a class
-of `placed` represents it. The compiled graph itself gets plain tensors, forward and backward.
+"""Treatment of DTensors by torch's compiler: as local tensors.
+
+A DTensor becomes a graph input of the local shape. The guards of the input compare the layout, and the properties that
+torch stores below Python. In the traced frame, a class of `placed` represents it. The compiled graph itself gets plain
+tensors, forward and backward.
 """
 
 from __future__ import annotations

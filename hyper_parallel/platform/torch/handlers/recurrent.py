@@ -67,8 +67,10 @@ _CELL = NativeOp("labelled", _bind_cell, _call_cell)
 
 @handles(*find("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch))
 def cell(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run one time step. With unsharded weights, torch's kernel runs on this rank's samples. With sharded weights,
-    matrix products and element-wise operations run.
+    """Run one time step.
+
+    With unsharded weights, torch's kernel runs on this rank's samples. With sharded weights, matrix products and
+    element-wise operations run.
     """
     if kwargs:
         raise UnboundCallError

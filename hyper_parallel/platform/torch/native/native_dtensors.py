@@ -1,7 +1,8 @@
-"""Conversions between torch's DTensors and DTensors of this library, over the same memory. Both libraries use the same
-cotangents: full for `Replicate` and `Partial`, and sharded for `Shard`. So conversions do not change gradients, except
-for partial averages. For these, the value of a rank gets a share of the cotangent here, and the full cotangent in
-torch.
+"""Conversions between torch's DTensors and DTensors of this library, over the same memory.
+
+Both libraries use the same cotangents: full for `Replicate` and `Partial`, and sharded for `Shard`. So conversions do
+not change gradients, except for partial averages. For these, the value of a rank gets a share of the cotangent here,
+and the full cotangent in torch.
 """
 
 from __future__ import annotations

@@ -113,8 +113,9 @@ WORDS = Words(
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Return the dtype in which autocast runs a full-precision operation on ``x``; None for the dtype of ``x``. Used
-    for operations that core computes itself, because autocast sees native operations only.
+    """Return the dtype in which autocast runs a full-precision operation on ``x``; None for the dtype of ``x``.
+
+    Used for operations that core computes itself, because autocast sees native operations only.
     """
     device = x.device.type
     if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(device):

@@ -42,10 +42,11 @@ _ALL_REDUCE, _REDUCE_SCATTER = _options(dist.AllreduceOptions), _options(dist.Re
 
 
 class _Group:
-    """Reference of core to a process group. Calling it returns the `ProcessGroup`, or None once the group was
-    destroyed. The reference is weak, because a strong reference can abort the process. That happens if a `ProcessGroup`
-    outlives its default group until the interpreter ends. Measured with gloo: 5 of 12 runs, none of 12 with weak
-    references.
+    """Reference of core to a process group.
+
+    Calling it returns the `ProcessGroup`, or None once the group was destroyed. The reference is weak, because a strong
+    reference can abort the process. That happens if a `ProcessGroup` outlives its default group until the interpreter
+    ends. Measured with gloo: 5 of 12 runs, none of 12 with weak references.
 
     Attributes:
         backend: the object that runs the group's collectives on the platform's device, as long as the group exists;
