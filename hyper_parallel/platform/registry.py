@@ -40,8 +40,8 @@ ENTRY_POINT_GROUP = "hyper_parallel.platforms"
 
 
 class PlatformError(RuntimeError):
-    """Error for an unknown backend, or one that cannot run here. The message lists every known backend and why it
-    cannot be used."""
+    """Error for an unknown backend, or a backend that cannot run here. The message lists every known backend, and why
+    each cannot be used."""
 
 
 @dataclass
@@ -150,11 +150,11 @@ def available_platforms() -> dict[str, str | None]:
 
 
 def get_platform(name: str | None = None) -> Platform:
-    """Return the backend called ``name``, or the selected one. It is always the same object.
+    """Return the backend called ``name``, or the selected one. Every call returns the same object.
 
-    The backend is selected when it is first needed, and stays selected. ``HYPER_PARALLEL_PLATFORM`` names it. Without
-    the variable, the framework that the program has imported decides. If none is imported, the only installed framework
-    decides, else torch.
+    The backend is selected when it is first needed, and stays selected. ``HYPER_PARALLEL_PLATFORM`` names the selected
+    backend. Without the variable, the framework that the program has imported decides. If none is imported, the only
+    installed framework decides, else torch.
 
     Args:
         name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or a registered one) or an

@@ -1,6 +1,6 @@
 """Comparison of a parallelised model with the same model on one device.
 
-The conformance suite and ``hyper-parallel test`` share this code. It needs no pytest.
+The conformance suite and ``hyper-parallel test`` share this code. This module needs no pytest.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
 
 
 def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:
-    """Subtract earlier counts from later ones. Names with a difference of zero are left out."""
+    """Subtract earlier counts from later counts. Names with a difference of zero are left out."""
     return {k: n - less.get(k, 0) for k, n in more.items() if n > less.get(k, 0)}
 
 

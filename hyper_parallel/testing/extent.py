@@ -59,7 +59,8 @@ def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") 
 
 
 def in_gate(values: Iterable[Any], gate: Collection[Any], *, unpack: bool = False) -> list[Any]:
-    """Return ``values`` as parameter sets of pytest. Those in ``gate`` run in the gate, and the others are nightly.
+    """Return ``values`` as parameter sets of pytest. The values in ``gate`` run in the gate. All other values are
+    nightly.
 
     Args:
         values: all rows.

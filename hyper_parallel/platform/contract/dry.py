@@ -1,4 +1,4 @@
-"""Dry runs: functions of a framework for computing with shapes alone. All of them are optional."""
+"""Dry runs: functions of a framework for computing with shapes alone. All these functions are optional."""
 
 from __future__ import annotations
 

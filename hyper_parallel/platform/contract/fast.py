@@ -71,9 +71,9 @@ class Fast:
     backward_in_order: bool = False
 
     def is_plain_linear(self, module: Module) -> bool:
-        """Return whether a call of ``module`` computes exactly `linear` of its input, weight and bias. It must be of
-        the framework's own class, not a subclass, and without an activation. Where a backend answers False, its linear
-        layers are dispatched."""
+        """Return whether a call of ``module`` computes exactly `linear` of its input, weight and bias. The module must
+        be of the framework's own class, not a subclass, and without an activation. Where a backend answers False, its
+        linear layers are dispatched."""
         return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -153,8 +153,8 @@ class Fast:
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """Return ``x`` as another tensor, which can replace it in every use, including writes. Backward calls ``call``
-        when the cotangent of that tensor is complete. A framework without a cheap way to do so returns ``x`` and never
-        calls it. Called with interception off."""
+        when the cotangent of that tensor is complete. A framework that cannot do this cheaply returns ``x`` and never
+        calls ``call``. Called with interception off."""
         return x
 
     def move_to_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
@@ -188,8 +188,9 @@ class Fast:
         return None
 
     def run_soon(self, x: Tensor) -> None:
-        """Let backward run the function that returned ``x`` as soon as it can, before others that are ready. In this
-        function, data parallelism starts the communication of gradients. Called with interception off."""
+        """Let backward run the function that returned ``x`` as soon as it can, before other functions that are ready.
+        In the function's backward, data parallelism starts the communication of gradients. Called with interception
+        off."""
         return
 
 

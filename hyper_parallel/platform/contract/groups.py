@@ -56,15 +56,15 @@ class GroupRole(ABC):
 
         The variables are torchrun's ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, or msrun's ``MS_*``.
         Without a launcher, the world has one rank. Does nothing if a default group exists. ``timeout`` is how many
-        seconds ranks wait for each other before they raise. It applies when they meet, and in each collective of all
-        groups. None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or else the framework's default. See
-        `hyper_parallel.platform.timeout.timeout_seconds`.
+        seconds ranks wait for each other before they raise. The time-out applies when the ranks meet, and in each
+        collective of all groups. None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or else the framework's
+        default. See `hyper_parallel.platform.timeout.timeout_seconds`.
         """
 
     @abstractmethod
     def world(self) -> Any:
         """Return an object that identifies the initialised default process group, or None before initialisation. Each
-        initialisation has a new object. Core holds it weakly and compares by identity."""
+        initialisation has a new object. Core holds the object weakly and compares by identity."""
 
     @abstractmethod
     def rank(self) -> int:
@@ -87,8 +87,8 @@ class GroupRole(ABC):
         """
 
     def native_group(self, group: Group) -> Any:
-        """Return the object that the framework's own functions take for ``group``. It serves users who pass
-        ``mesh.get_group()`` to them."""
+        """Return the object that the framework's own functions take for ``group``. Users get this object from
+        ``mesh.get_group()``, and pass it to these functions."""
         return group
 
     def describe_group(self, native: Any) -> NativeGroup:
@@ -145,9 +145,9 @@ class GroupRole(ABC):
         return None
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Leave ``text`` for ``ranks`` in the store of the world, and wait for their texts. The wait is at most that of
-        a collective. No collective is needed, so other ranks may wait in one. Returns the texts by rank. Returns None
-        where ranks have no store: core then assumes that the texts are equal.
+        """Leave ``text`` for ``ranks`` in the store of the world, and wait for their texts. The wait is at most as long
+        as in a collective. No collective is needed, so other ranks may be waiting in a collective. Returns the texts by
+        rank. Returns None where ranks have no store: core then assumes that the texts are equal.
 
         Args:
             ranks: global ranks, the same on all of them.

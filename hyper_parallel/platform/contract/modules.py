@@ -1,7 +1,7 @@
 """Modules: layers that a plan can shard, and how a tree of modules is walked, read and changed.
 
-A backend lists the classes of its linear layers, embeddings and norms, such as in `ModuleRole.linear_kinds`. It walks
-its modules parents first, puts hooks around a forward, and replaces forwards.
+A backend lists the classes of its linear layers, embeddings and norms, such as in `ModuleRole.linear_kinds`. A backend
+also visits the modules of a tree, parents first, puts hooks around a forward, and replaces forwards.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def own_parameters(self, module: Module) -> MutableMapping[str, Tensor | None]:
-        """Return the table of parameters that ``module`` itself holds, by name: the framework's own table. It lacks
-        parameters that a parametrization has replaced. A tensor that is written to the table replaces the parameter in
-        the forward of ``module``. The tensor need not be a parameter."""
+        """Return the table of parameters that ``module`` itself holds, by name: the framework's own table. The table
+        lacks parameters that a parametrization has replaced. A tensor that is written to the table replaces the
+        parameter in the forward of ``module``. The tensor need not be a parameter."""
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:

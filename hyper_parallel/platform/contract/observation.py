@@ -93,8 +93,8 @@ class ObservationRole:
         return nullcontext()
 
     def watch_steps(self, watcher: StepWatcher, calls: bool) -> AbstractContextManager[Any]:
-        """Return a context that reports optimizer steps to ``watcher``, and module calls if ``calls`` is True. It must
-        not change computations or communication. A backend that sees no such events reports none."""
+        """Return a context that reports optimizer steps to ``watcher``, and module calls if ``calls`` is True. The
+        context must not change computations or communication. A backend that sees no such events reports none."""
         return nullcontext()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:

@@ -30,8 +30,9 @@ class PassRole:
         return False
 
     def backward_pass(self) -> Any:
-        """Return an object that identifies the backward pass on this thread. It is equal within one pass, and differs
-        in a nested pass. Returns None outside, and in a backend that does not know when a pass ends."""
+        """Return an object that identifies the backward pass on this thread. The object is equal within one pass, and
+        differs in a nested pass. Returns None outside of backward, and in a backend that does not know when a pass
+        ends."""
         return None
 
     def after_backward(self, callback: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +67,7 @@ class PassRole:
 
     def free_storage(self, x: Tensor) -> None:
         """Free the memory of ``x``, a plain tensor that occupies its entire storage. ``x``, its views and the tensors
-        that autograd saved of them stay the same objects. No code reads these tensors until `refill_storage`."""
+        that autograd saved of either stay the same objects. No code reads these tensors until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} cannot free storage: its `frees_storage` is False")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
@@ -94,7 +95,7 @@ class PassServices(Protocol):
 
     def as_cotangent(self, gradient: Any, layout: Layout, what: str) -> Any:
         """Redistribute a user's gradient to the placements of gradients of a tensor of ``layout``. Raises TypeError if
-        it is not distributed, and ValueError if its shape differs; messages call it ``what``."""
+        the gradient is not distributed, and ValueError if its shape differs. Messages call the gradient ``what``."""
 
     def through_hook(self, hook: Callable[[Any], Any], gradient: Tensor, layout: Layout) -> Tensor | None:
         """Call a user's ``hook`` on the gradient of a tensor of ``layout`` as a DTensor. Returns the local gradient

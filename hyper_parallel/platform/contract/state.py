@@ -69,8 +69,8 @@ class StateRole:
         raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def host_memory(self: Any, x: Tensor) -> memoryview:
-        """Return the bytes of `bytes_of` for immediate reading. They may share the memory of ``x``, and change with
-        it."""
+        """Return the bytes of `bytes_of` for immediate reading. The bytes may be the memory of ``x`` itself, and change
+        with ``x``."""
         return memoryview(self.bytes_of(x))
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:

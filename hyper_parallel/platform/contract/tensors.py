@@ -32,7 +32,7 @@ class TensorRole(ABC):
     copies_offsets: bool = False
 
     def is_tensor(self, x: Any) -> bool:
-        """Return whether ``x`` is a tensor of the framework (distributed ones included)."""
+        """Return whether ``x`` is a tensor of the framework (including DTensors)."""
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
@@ -64,8 +64,8 @@ class TensorRole(ABC):
 
     @abstractmethod
     def write(self, x: Tensor, values: Tensor) -> None:
-        """Overwrite the values of a plain parameter or buffer with those of a plain tensor of its shape and dtype.
-        ``x`` stays the same object, on its device. Called without gradients."""
+        """Overwrite the values of a plain parameter or buffer with a plain tensor of the same shape and dtype. ``x``
+        stays the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
         """Return ``how()``, which reports how the native ``operation`` has changed the plain tensor ``x``. Called
@@ -177,7 +177,7 @@ class TensorRole(ABC):
 
     @abstractmethod
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """Return the elements of ``x`` at ``index``. The shape of ``index`` is that of ``x`` with size 1 along ``dim``.
+        """Return the elements of ``x`` at ``index``. ``index`` has the shape of ``x``, but size 1 along ``dim``.
         Differentiable."""
 
     @abstractmethod

@@ -1,7 +1,7 @@
-"""Graphs captured from the run of a function, or from its bytecode: DTensors are rejected there.
+"""Graphs captured from the run of a function, or from its bytecode, and the errors for DTensors in them.
 
-Such graphs would read a shard as if it were the full tensor. Before the capture, all objects that the function can
-reach are searched: arguments, closures, names of modules, attributes. A DTensor that appears later, while the run is
+A graph would read a shard as if it were the full tensor. Before the capture, all objects that the function can reach
+are searched: arguments, closures, names of modules, attributes. A DTensor that appears later, while the run is
 recorded, is an error at that point. Graphs made from the source are in `compiled.parsing`.
 """
 

@@ -1,4 +1,5 @@
-"""Losses of plain logits that reject one rank's shard of the classes. They would take the shard for all classes."""
+"""Losses of plain logits that reject one rank's shard of the classes. Torch's own losses would take the shard for all
+classes."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 Below Python, torch sees an ordinary tensor of the local shape. Functions called in Python arrive at
 ``__torch_function__``, which looks up the function once:
 
-* `tensor.HANDLERS` holds handlers for calls other than operations: metadata, ``.grad``, backward, hooks. It also holds
-optimizers' kernels and random initialisation (the modules of `platform.torch.handlers`). * `op_table.OP_TABLE` holds
-the operations, which go to core's dispatch with their row. * Everything else goes to core's dispatch without a row,
-which gathers the operands.
+* `tensor.HANDLERS` holds handlers for calls other than operations: metadata, ``.grad``, backward, hooks. This table
+also holds optimizers' kernels and random initialisation (the modules of `platform.torch.handlers`). *
+`op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row. * Everything else goes to core's
+dispatch without a row, which gathers the operands.
 """
 
 from __future__ import annotations

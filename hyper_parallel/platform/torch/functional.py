@@ -35,7 +35,8 @@ _NOTHING: dict[str, Any] = {}
 def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     """Return handlers for activations and softmaxes of `torch.nn.functional`.
 
-    They call the handlers of the native functions. ``handlers`` contains the handlers of the native functions too.
+    These handlers call the handlers of the native functions. ``handlers`` contains the handlers of the native functions
+    too.
     """
     return {
         **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},

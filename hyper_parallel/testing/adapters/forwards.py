@@ -107,8 +107,8 @@ def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def causal_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """Return causal attention, computed by the framework's function that context parallelism intercepts. It is also
-    correct for empty tensors."""
+    """Return causal attention, computed by the framework's function that context parallelism intercepts. The result is
+    also correct for empty tensors."""
     batch, length = x.shape[0], x.shape[1]
     q, k, v = (
         adapter.transpose(adapter.reshape(y, (batch, length, y.shape[-1] // module.head_dim, module.head_dim)), 1, 2)

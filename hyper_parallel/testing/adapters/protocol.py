@@ -100,7 +100,7 @@ class Adapter(Protocol):
     def optimizer(self, module: Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
         """Return one of the framework's optimizers for the trained parameters of ``module``, and a step function.
 
-        The step function is called like that of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and
+        The step function is called like the result of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and
         ``"momentum"``, SGD with momentum 0.9. Required if the platform knows optimizers (`Platform.is_optimizer`)."""
 
     def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def all_have_come() -> None:
 
 
 def round_trips(name: str, directory: str, numbers: list[int]) -> list[Any]:
-    """Return the values that each setup saved, and the values that this setup and two other ones loaded."""
+    """Return the values that each setup saved, and the values that this setup and two other setups loaded."""
     found = []
     for number in numbers:
         setup = SETUPS[number]
@@ -271,7 +271,7 @@ def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_goes_on(pool: Any, tmp_path: Path, name: str) -> None:
     """Check that resumed training equals uninterrupted training: bit for bit on the same mesh, up to rounding on
-    another one."""
+    another mesh."""
     numbers = _own_setups(name)
     ranks = pool.run(4, broken_runs, name, numbers, str(tmp_path))
     for place, number in enumerate(numbers):

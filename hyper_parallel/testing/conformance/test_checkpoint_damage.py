@@ -320,7 +320,7 @@ def flipped(mesh: Any, directory: str) -> list[str]:
 @spmd.on_mesh()
 def shared_out(mesh: Any, directory: str) -> list[list[str]]:
     """Return the entries whose checksums this rank compares. If all ranks load the same entries, these are its share of
-    them. Otherwise they are all entries that this rank loads."""
+    them. Otherwise the rank compares all entries that it loads."""
     adapter, names = get_adapter(), [f"x{i}" for i in range(6)]
     whole = {name: adapter.tensor(np.full(5, i, np.float32)) for i, name in enumerate(names)}
     path = save(whole, Path(directory) / "shared-out", mesh=mesh)

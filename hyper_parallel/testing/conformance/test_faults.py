@@ -1,7 +1,7 @@
 """Errors for a lost rank: the error names the collective, its tensor, its ranks and the missing rank.
 
-The platform's verbs are replaced by failing ones, because these tests are about core's errors. Each backend's own tests
-lose real ranks, with processes that end or hang.
+Failing functions replace the platform's collectives, because these tests are about core's errors. Each backend's own
+tests lose real ranks, with processes that end or hang.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks outside a mesh: a DTensor is empty there. An operation that needs values raises an error that says so."""
+"""Ranks outside a mesh: a DTensor is empty on them. An operation that needs values raises an error with this reason."""
 
 from __future__ import annotations
 

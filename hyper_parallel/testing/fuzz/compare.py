@@ -129,7 +129,7 @@ def _made_of_rounding(reference: Reference) -> Reference | None:
 
 
 def _distance(x: Any, y: Any) -> np.ndarray:
-    """Return the elementwise distance of two arrays; infinite where only one of them is NaN."""
+    """Return the elementwise distance of two arrays; infinite where only one array has NaN."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
     return np.where(np.isnan(away), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), away)

@@ -1,4 +1,5 @@
-"""Collectives through memory that the ranks share. They are fast, and a rank that waits in vain gets an error at once.
+"""Collectives through memory that the ranks share. These collectives are fast, and a rank that waits in vain gets an
+error at once.
 
 A backend's collectives cost milliseconds where four ranks share two cores. If a rank is missing, or calls another
 collective, they cost half a minute or more. Random programs call few and small collectives, and test how core uses
@@ -289,7 +290,7 @@ class Exchange:
 
 
 class _Started:
-    """`Work` of an exchange. It fails if the operand was written before `wait`."""
+    """`Work` of an exchange. The work fails if the operand was written before `wait`."""
 
     def __init__(self, exchange: Exchange, what: str, out: Any, operand: Any, result: Any) -> None:
         self._exchange, self._what, self._out, self._result = exchange, what, out, result

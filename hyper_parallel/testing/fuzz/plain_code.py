@@ -1,9 +1,9 @@
 """Random programs with plain code between styles, and plans with one entry changed, to test `check_plain_code`.
 
-Each program runs on one device, and on ranks under `check_plain_code`. It is wrong if the output, or a gradient of a
-parameter or the input, differs. The check finds the fault, misses it, or gives a false alarm. The command is ``python
--m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` also runs `check_plan`, which compares
-results. A wrong program that passes `check_plan` is printed as ``unseen``.
+Each program runs on one device, and on ranks under `check_plain_code`. A program is wrong if the output, or a gradient
+of a parameter or the input, differs. The check finds the fault, misses it, or gives a false alarm. The command is
+``python -m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` also runs `check_plan`, which
+compares results. A wrong program that passes `check_plan` is printed as ``unseen``.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
 def checked(mesh: Any, seeds: Sequence[int]) -> list[Any]:
     """Return the findings of `check_plan` about the program of each seed on this rank, None for a refused program.
 
-    The sample and the loss differ from those of `classify`.
+    `classify` uses another sample and another loss.
     """
     found: list[Any] = []
     for seed in seeds:

@@ -60,7 +60,8 @@ def is_of_one_call(primitive: Any) -> bool:
 
 
 class Stream:
-    """Random numbers of one dropout layer. They depend on its seeds, the shape and the number of the call alone.
+    """Random numbers of one dropout layer. The numbers depend only on the layer's seeds, the shape and the number of
+    the call.
 
     The kernel's stream gives the numbers of the first `REPEATED_CALLS` calls of a shape, as in the unsharded layer. On
     CPUs, each later call has its own kernel. The seeds of that kernel are computed from the layer's seeds and the
@@ -99,8 +100,8 @@ def drop_channels(x: Any, p: float) -> Any:
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
     """Return the dropout that a layer uses on a mesh, in place of its own.
 
-    It has the seeds of the layer on the mesh's first rank, and a new stream. So all ranks draw the same numbers as the
-    unsharded layer.
+    The new dropout has the seeds of the layer on the mesh's first rank, and a new stream. So all ranks draw the same
+    numbers as the unsharded layer.
 
     Args:
         primitive: primitive of the layer.

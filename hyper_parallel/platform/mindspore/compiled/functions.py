@@ -122,7 +122,8 @@ class _ReduceScatter(nn.Cell):
 
 
 class _Exchange(nn.Cell):
-    """Cell that changes the sharded dimension, with equal shards. It gathers and slices: CPUs have no all-to-all."""
+    """Cell that changes the sharded dimension, with equal shards. The cell gathers and slices, because CPUs have no
+    all-to-all."""
 
     def __init__(self, ranks: Ranks, source: int, target: int) -> None:
         super().__init__(auto_prefix=False)

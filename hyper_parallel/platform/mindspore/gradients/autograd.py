@@ -43,7 +43,7 @@ class _Recording:
 
     MindSpore starts a recording with ``new_graph`` and ends it with ``end_graph``. Nothing shows which recording a
     tensor belongs to, and ``_version`` does not count most in-place changes. So values cached in a recording are
-    discarded when it ends or another one starts.
+    discarded when it ends or another recording starts.
     """
 
     holders: ClassVar[list[weakref.ref]] = []
@@ -85,10 +85,10 @@ def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *arg
 def closed_forward(plain: Callable) -> Callable:
     """Wrap the forward of a function or cell whose gradient is asked for.
 
-    After an error of one of its operations MindSpore ends the recording. After any other error (ours among them) it
-    goes on recording. MindSpore then treats later operations as part of a gradient inside another one. In such nested
-    gradients, some operations run other kernels, and some have no kernel. After an error on one rank alone, its later
-    computations would differ from those of the other ranks. So this function ends the recording.
+    After an error of one of its operations MindSpore ends the recording. After any other error, such as an error of
+    this library, the recording continues. MindSpore then treats later operations as part of a nested gradient. In such
+    nested gradients, some operations run other kernels, and some have no kernel. After an error on one rank alone, its
+    later computations would differ from those of the other ranks. So this function ends the recording.
     """
 
     @functools.wraps(plain)

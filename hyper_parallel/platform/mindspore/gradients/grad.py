@@ -71,8 +71,8 @@ def _positions(grad_position: Any) -> tuple[int, ...] | None:
 
 
 def _weighted(fn: Callable, has_aux: bool) -> Callable:
-    """Return a function of the inputs of ``fn`` and a sensitivity. It returns the sum of outputs times sensitivity, and
-    the outputs.
+    """Return a function of the inputs of ``fn`` and a sensitivity. The new function returns the sum of outputs times
+    sensitivity, and the outputs.
 
     MindSpore would use this rank's shard of a sensitivity as if it were the full one, however it is placed.
     """

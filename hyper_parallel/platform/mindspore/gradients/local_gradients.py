@@ -1,9 +1,9 @@
 """Plain gradients of distributed parameters, which MindSpore's own functions return: each rank's shard.
 
-Such a tensor looks like any other, and its norm is not that of the full gradient. So the gradients of the last backward
-are marked. Functions that need full gradients read the layout of the full gradient from the mark. A tensor computed
-from marked tensors has no mark. Clipping and similar functions reject an unmarked tensor that has the shape of some
-rank's shard. All ranks make the same decision, because the shapes of all ranks' shards count.
+Such a tensor looks like any other, but its norm is not the norm of the full gradient. So the gradients of the last
+backward are marked. Functions that need full gradients read the layout of the full gradient from the mark. A tensor
+computed from marked tensors has no mark. Clipping and similar functions reject an unmarked tensor that has the shape of
+some rank's shard. All ranks make the same decision, because the shapes of all ranks' shards count.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class LocalGradients:
 
     @staticmethod
     def mark_one(gradient: Any, layout: Any) -> None:
-        """Mark a plain tensor as the local shard of a gradient with that layout, None for a plain gradient."""
+        """Mark a plain tensor as the local shard of a gradient with ``layout``; None marks a plain gradient."""
         gradient.__dict__[_MARK] = layout
 
     @classmethod

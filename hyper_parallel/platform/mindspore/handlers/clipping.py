@@ -88,7 +88,7 @@ def looking(plain: Callable, inputs: Any) -> Any:
 
 
 def refuse_parts(cell: Any, given: Any) -> None:
-    """Raise ValueError if a graph of ``cell`` clips gradients and would treat shards of gradients as full ones."""
+    """Raise ValueError if a graph of ``cell`` clips gradients and would treat shards of gradients as full gradients."""
     if isinstance(cell, (_ClipByGlobalNorm, nn.ClipByNorm)):
         name = type(cell).__name__
         for tensor in given if isinstance(given, (tuple, list)) else [given]:

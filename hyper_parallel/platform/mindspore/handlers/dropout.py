@@ -22,7 +22,8 @@ def _is_distributed(x: Any) -> bool:
 
 # MindSpore finds the kernel of a primitive by the name of its class.
 class Dropout(ops.Dropout):
-    """Primitive of `nn.Dropout`. With seeds it draws from a `Stream`, without seeds as `ops.dropout` does."""
+    """Primitive of `nn.Dropout`. A primitive with seeds draws from a `Stream`. A primitive without seeds draws as
+    `ops.dropout` does."""
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
         if _is_distributed(x):

@@ -92,7 +92,7 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 # -------------------------------------------------------------------- cells that write their own backward
 def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the call of a cell with a ``bprop``, such as that of `ops.nanmean`. MindSpore would pass this rank's
+    """Replace the call of a cell with a ``bprop``, such as the cell of `ops.nanmean`. MindSpore would pass this rank's
     shards of recorded tensors to ``bprop``. So the cell runs on gathered operands, like any function without a rule."""
     found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
     if found is None:

@@ -34,7 +34,8 @@ def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) ->
 
 
 def _smooths(args: tuple, kwargs: dict) -> bool:
-    """Return whether ``nll_loss`` got label smoothing. Then it is not dispatched as one operation."""
+    """Return whether ``nll_loss`` got label smoothing. With label smoothing, ``nll_loss`` is not dispatched as one
+    operation."""
     return bool(args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0))
 
 

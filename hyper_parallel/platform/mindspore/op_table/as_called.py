@@ -1,5 +1,5 @@
-"""Rows for primitives that are called again with their original arguments. Local tensors replace the distributed ones.
-A call on small tensors determines the shapes of the results."""
+"""Rows for primitives that are called again with their original arguments. Local tensors replace the DTensors. A call
+on small tensors determines the shapes of the results."""
 
 from __future__ import annotations
 

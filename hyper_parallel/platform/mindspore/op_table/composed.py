@@ -1,7 +1,7 @@
 """Primitives without a rule that are compositions of operations with rules.
 
-The functions of `COMPOSED` get the native function and its arguments, and call MindSpore's functions on DTensors. They
-return NotImplemented for calls that they do not cover, which then run on gathered operands.
+The functions of `COMPOSED` get the native function and its arguments, and call MindSpore's functions on DTensors. A
+function returns NotImplemented for a call that it does not cover. The call then runs on gathered operands.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def _cast(args: tuple, kwargs: dict) -> NativeOp:
 def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
     """Choose the op-table row for BiasAdd.
 
-    It adds along dim 1. For matrices, as in nn.Dense, this is an ordinary broadcast. For other tensors BiasAdd is
-    composed of other operations.
+    BiasAdd adds the bias along dim 1. For matrices, as in nn.Dense, this is an ordinary broadcast. For other tensors
+    BiasAdd is composed of other operations.
     """
     return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 

@@ -1,7 +1,7 @@
 """Layers described by their signatures: convolutions, pools, resampling, and others that mix positions of an image.
 
-They use the canonical operation ``labelled``. Shapes of results come from a call on small tensors, in which batches and
-channels have size 1.
+These layers use the canonical operation ``labelled``. Shapes of results come from a call on small tensors, in which
+batches and channels have size 1.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ VARIANTS: dict[str, Choose] = by_name(
 
 # -------------------------------------------------------------------- along a dimension
 def _of_last(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """Read the dim of a reduction; the default is the last one."""
+    """Read the dim of a reduction; the default is the last dim."""
     dim, *others = static_args
     return xs, (-1 if dim is None else dim, *others)
 

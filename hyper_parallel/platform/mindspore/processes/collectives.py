@@ -1,8 +1,8 @@
 """Collectives on plain local tensors. Core emulates collectives that the communication library lacks: see `supports`.
 
 On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
-In-place collectives silently ignore non-contiguous tensors. On CPU they also ignore tensors that are part of a larger
-storage. `dense` copies these.
+In-place collectives silently ignore non-contiguous tensors. On CPU, in-place collectives also ignore tensors that are
+part of a larger storage. `dense` copies such tensors.
 """
 
 from __future__ import annotations

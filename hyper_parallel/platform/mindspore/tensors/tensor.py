@@ -6,7 +6,7 @@ The change of class costs a tenth of a microsecond. A second tensor object made 
 us. As a leaf, ``value_and_grad`` would treat it as another tensor.
 
 MindSpore calls ``__fallback__`` for most operations on a subclass. Indexing, iteration, ``stack`` and a few other
-operations do not call it. They are overridden here: otherwise they would silently compute on the shard.
+operations do not call it. They are overridden here, because they would silently compute on the shard.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ class _Size:
 
 
 class UsageMode(TorchDispatchMode):
-    """Context manager that yields a `Usage`. It sees all calls of torch's kernels: from the program, core and autograd.
-    A storage counts from the operation that allocates it until nothing references it."""
+    """Context manager that yields a `Usage`. The context counts all calls of torch's kernels: from the program, core
+    and autograd. A storage counts from the operation that allocates it until nothing references it."""
 
     def __enter__(self) -> Usage:
         self.usage = Usage()

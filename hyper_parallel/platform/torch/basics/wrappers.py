@@ -1,7 +1,7 @@
 """Wrappers of models that issue collectives themselves: correct on distributed parameters, or rejected.
 
 torch calls a hook whenever a module gets a submodule. Wrappers register the given model as their submodule, before they
-communicate. The check in this hook replaces no part of torch. It also covers code that uses a wrapper:
+communicate. The check in this hook replaces no part of torch. The check also covers code that uses a wrapper:
 ``Accelerator.prepare`` and ``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does
 not wrap: see `fully_sharded`.
 """

@@ -49,8 +49,8 @@ def not_compiled(skipped: Any) -> tuple[str, ...]:
 
 
 def _all_but(compiled: set[str], folder: Path, top: Path) -> Iterator[str]:
-    """Yield paths below ``folder`` without a file that the compiler may trace. Such files are named relative to
-    ``top``."""
+    """Yield the paths below ``folder`` that contain no file that the compiler may trace. Names of such files are
+    relative to ``top``."""
     for path in sorted(folder.iterdir()):
         name = path.relative_to(top).as_posix()
         if path.name[:2] == "__" or name in compiled:

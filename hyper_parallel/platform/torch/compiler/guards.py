@@ -2,9 +2,9 @@
 
 Before each call torch's compiler compares the values that a frame read while it was traced. The forward of a styled
 module reads many values. Almost all of them cannot change: the functions of this package, and the closure of a style's
-function. That function is made once and replaced as a whole, so a frame compares its identity. Values that can change
-stay guarded: parameters and their layouts, attributes of modules, hooks, an object's own ``forward``, and whether a
-mesh has had uneven shards.
+function. A style's function is made once, and never changed but only replaced. So a frame compares the identity of the
+function. Values that can change stay guarded: parameters and their layouts, attributes of modules, hooks, an object's
+own ``forward``, and whether a mesh has had uneven shards.
 """
 
 from __future__ import annotations

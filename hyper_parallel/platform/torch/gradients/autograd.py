@@ -368,7 +368,7 @@ def as_plain(cotangent: Any) -> Any:
 
 
 def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Return a hook that applies ``convert`` to a cotangent; None leaves it unchanged.
+    """Return a hook that applies ``convert`` to a cotangent; None leaves the cotangent unchanged.
 
     If the cotangent itself requires a gradient, the hook applies ``record``, which is differentiable. Both functions
     get plain tensors.

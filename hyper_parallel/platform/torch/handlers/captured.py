@@ -75,7 +75,7 @@ class Captured:
 
 
 class _Reader:
-    """Visitor of the objects that a function reads. It copies the function if ``swap`` replaces a DTensor."""
+    """Visitor of the objects that a function reads. The visitor copies the function if ``swap`` replaces a DTensor."""
 
     def __init__(self, swap: Any) -> None:
         self._swap, self._open = swap, set[int]()
@@ -142,8 +142,8 @@ class _Reader:
     def _object(self, x: Any, names: frozenset[str]) -> Any:
         """Search a module or another object for DTensors.
 
-        It searches the attributes that the surrounding code reads, or that the object's own ``forward`` or ``__call__``
-        reads.
+        Only attributes are searched that the surrounding code reads, or that the object's own ``forward`` or
+        ``__call__`` reads.
         """
         held = getattr(x, "__dict__", None)
         if not isinstance(held, dict):

@@ -3,8 +3,8 @@
 `platform.torch.patches` wraps these functions. Torch's own code computes the norm of this rank's gradients, and scales
 local gradients. In between, core reduces the norms over the ranks.
 
-If a program imported ``clip_grad_norm_`` before the patch, it has torch's own function. That function calls the wrapped
-functions.
+If a program imported ``clip_grad_norm_`` before the patch, it has torch's own function. Torch's function calls the
+wrapped functions.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"}
 def _functions(names: str) -> list[Any]:
     """Return the functions of `torch.distributed` with these names, as torch passes them to handlers.
 
-    They are read from the module that defines them, because a program may have replaced them in `torch.distributed`.
-    None stands for a name that this version of torch lacks.
+    The functions come from the modules that define them, because a program may have replaced names in
+    `torch.distributed`. None stands for a name that this version of torch lacks.
     """
     return [vars(distributed_c10d).get(name) for name in words(names)]
 

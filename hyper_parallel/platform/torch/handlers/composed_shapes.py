@@ -92,7 +92,7 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 @composed(*find("meshgrid"))
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
-    """Expand each 1-D tensor along the dimensions of the others. Mirrors `torch.meshgrid`."""
+    """Expand each 1-D tensor to a grid with a dimension for each tensor. Mirrors `torch.meshgrid`."""
     tensors = tuple(_tensors(tensors))
     if indexing not in (None, "ij", "xy") or any(x.dim() > 1 for x in tensors):
         raise UnboundCallError  # torch raises the error

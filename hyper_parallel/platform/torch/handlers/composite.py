@@ -232,7 +232,8 @@ def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
-    """Return the dimensions that ``squeeze_`` removes: those of size 1 in the global shape, not in the local shape."""
+    """Return the dimensions that ``squeeze_`` removes. They have size 1 in the global shape, not only in the local
+    shape."""
     asked = dims_of(dims[0] if len(dims) == 1 else dims or dim)
     if asked is None:
         asked = tuple(range(layout.ndim)) if dim is None and not dims else ()

@@ -34,7 +34,7 @@ class _GradientHook:
 
 
 class _AccumulatedHook:
-    """A hook that is called after a gradient was accumulated. It skips autograd's calls without a gradient."""
+    """A hook that is called after a gradient was accumulated. The hook skips autograd's calls without a gradient."""
 
     __slots__ = ("_hook",)
 

@@ -1,7 +1,7 @@
 """``.grad``, ``.data``, hooks and backward of DTensors.
 
 A gradient has the layout of its tensor, with `Partial` replaced by `Replicate` (``layout.cotangent``). The engine works
-on the local tensors: below Python, a DTensor is its local tensor. It runs with dispatch on, because hooks,
+on the local tensors: below Python, a DTensor is its local tensor. The engine runs with dispatch on, because hooks,
 recomputation and user-defined autograd functions run inside it.
 """
 
@@ -121,7 +121,7 @@ def _run(
     allow_unreachable: bool = True,
     accumulate: bool = True,
 ) -> tuple:
-    """Run the engine. It accumulates into ``.grad`` of all leaves or of ``inputs``, or returns the gradients of
+    """Run the engine, which accumulates into ``.grad`` of all leaves or of ``inputs``, or returns the gradients of
     ``inputs``."""
     inputs = None if inputs is None else _to_tuple(inputs)
     if accumulate and inputs == ():
@@ -150,7 +150,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple:
-    """Return gradients; those of distributed inputs are DTensors. Mirrors `torch.autograd.grad`."""
+    """Return gradients. The gradient of a distributed input is a DTensor. Mirrors `torch.autograd.grad`."""
     if is_grads_batched:
         raise ValueError(
             "autograd.grad(is_grads_batched=True) is not supported with distributed tensors: call autograd.grad once "

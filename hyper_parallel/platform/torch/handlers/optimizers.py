@@ -1,4 +1,4 @@
-"""Steps of element-wise optimizers on the local tensors, as fast as on plain ones.
+"""Steps of element-wise optimizers on the local tensors, as fast as on plain tensors.
 
 Every optimizer is also correct without this module. Then each of its operations is intercepted, which takes longer.
 Here ``step`` of the listed classes is wrapped (`platform.torch.patches`). While a step runs, parameters, gradients and
@@ -162,7 +162,7 @@ class _LocalStep:
         return True
 
     def begin(self, distributed: list[Any], count: int) -> None:
-        """Turn the distributed ones among ``count`` parameters into plain tensors."""
+        """Turn the DTensors among ``count`` parameters into plain tensors."""
         self.complete, self.found = len(distributed) == count, 0
         self.distributed, self.running = distributed, True
         self._make_plain(distributed)

@@ -160,7 +160,7 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
 def _schemas(func: Any) -> list[Any]:
     """Return the schemas of an overload.
 
-    For a packet of overloads, the first one decides whether the operation writes.
+    For a packet of overloads, the first overload decides whether the operation writes.
     """
     if isinstance(func, OpOverloadPacket):
         return [getattr(func, func.overloads()[0])._schema]

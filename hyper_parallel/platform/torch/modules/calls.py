@@ -1,9 +1,9 @@
 """Calls of modules of torch.nn that skip `torch.nn.Module.__call__`, and replaced forwards.
 
-`Module.__call__` checks everything that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
-spends more time there than in its style. So each parallelised module gets a class derived from its class, with the same
-name. Its ``__call__`` runs the hooks before and after forward that styles register. It calls `Module.__call__` for
-anything else.
+`Module.__call__` checks everything that may surround a forward: hooks of ten kinds, tracers, compilation. In a small
+layer, these checks take more time than the style. So each parallelised module gets a class derived from its class, with
+the same name. Its ``__call__`` runs the hooks before and after forward that styles register. For anything else, it
+calls `Module.__call__`.
 """
 
 from __future__ import annotations

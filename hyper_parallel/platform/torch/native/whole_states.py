@@ -29,7 +29,7 @@ _NOT_WHOLE = (0,) * 9
 # ---------------------------------------------------------------------------------------------- saved
 def gather_first(original: Callable, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace the function that gathers state with ``full_state_dict=True``, in ``get_model_state_dict`` and
-    ``get_optimizer_state_dict``. That function knows only torch's own DTensors, so DTensors of this library are
+    ``get_optimizer_state_dict``. Torch's function knows only torch's own DTensors, so DTensors of this library are
     gathered before it."""
     on_cpu, only = bool(kwargs.get("cpu_offload")), kwargs.get("ranks_only") or ()
     keep = not only or dist.get_rank(kwargs.get("pg")) in only

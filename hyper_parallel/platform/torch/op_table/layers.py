@@ -1,6 +1,7 @@
 """Layers described by their signatures: convolutions, pools, resampling, and others that mix positions of an image.
 
-They use the canonical operation ``labelled``. Shapes of results are computed by torch with tensors without data.
+These layers use the canonical operation ``labelled``. Shapes of results are computed by torch with tensors without
+data.
 """
 
 from __future__ import annotations
@@ -165,8 +166,8 @@ def _convolutions() -> Table:
 
 
 def _convolution(dims: int, weight: str, shapes: Shapes, others: tuple) -> str | None:
-    """Return the signature of a convolution, None for other shapes. It is linear in weight and input, and contracts
-    input channels. With groups, input and output channels are sharded together."""
+    """Return the signature of a convolution, None for other shapes. A convolution is linear in weight and input, and
+    contracts input channels. With groups, input and output channels are sharded together."""
     x, spatial = len(shapes[0]), "." * dims
     if x not in (dims + 1, dims + 2) or len(shapes[1]) != dims + 2:
         return None

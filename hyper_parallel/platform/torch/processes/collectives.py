@@ -1,9 +1,9 @@
 """Process groups and collectives of torch.distributed.
 
 Frequent collectives call the group's backend directly. Such a call is four times as fast as a function of
-`torch.distributed`. It is twice as fast as a method of the process group. These methods go through torch's dispatcher.
-So they are called while a mode observes the dispatcher: torch's `CommDebugMode`, fake tensors. Functions are looked up
-at call time, because torch_npu replaces some of them.
+`torch.distributed`. It is twice as fast as a method of the process group, which goes through torch's dispatcher. While
+a mode observes the dispatcher, such as torch's `CommDebugMode` or fake tensors, the methods are called. Functions are
+looked up at call time, because torch_npu replaces some of them.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _destroy_gloo_at_exit() -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the default process group and all others, and remove torch's hook for uncaught exceptions.
+    """Destroy all process groups, including the default group, and remove torch's hook for uncaught exceptions.
 
     At each initialisation torch wraps ``sys.excepthook`` once more, and it never restores the hook.
     """

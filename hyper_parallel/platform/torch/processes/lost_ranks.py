@@ -102,9 +102,9 @@ def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) ->
 def _fail_waiting_ranks(group: Any) -> None:
     """Fail the collectives of the ranks that wait in ``group`` for the missing rank.
 
-    When a process dies, gloo fails at once on its neighbours only; the others would wait for the time-out. A receive
-    that times out closes gloo's connections to all ranks, so their collectives fail too. (After ``abort`` these ranks
-    would still wait.)
+    When a process dies, gloo fails at once on its neighbours only; the other ranks would wait for the time-out. A
+    receive that times out closes gloo's connections to all ranks, so their collectives fail too. (After ``abort`` these
+    ranks would still wait.)
     """
     if dist.get_backend(group) != "gloo":
         return
