@@ -2,8 +2,8 @@
 
 ``ops.cross_entropy`` runs some twenty primitives. Each is correct on DTensors, but together they gather the classes. So
 the functions are replaced (`platform.mindspore.patches`): DTensors go to core as one operation, and for plain tensors
-nothing changes. If a program imported such a name from MindSpore before the first DTensor, the name keeps the original
-function. Its result is correct, but it gathers the classes.
+nothing changes. If a program imported such a function by name before the first DTensor, it keeps the original function.
+Its result is correct, but it gathers the classes.
 """
 
 from __future__ import annotations

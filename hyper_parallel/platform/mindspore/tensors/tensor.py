@@ -290,7 +290,8 @@ class InterceptedTensor(Tensor):
         return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
 
     def _whole(self, what: str) -> Tensor:
-        """Return the plain tensor that ``what`` reads: the full tensor, or the local one under the guard."""
+        """Return the plain tensor that the method ``what`` reads: the full tensor, or under the guard the local
+        tensor."""
         if _STATE.depth or self._layout is None:
             return Tensor._make_subclass(Tensor, self)
         return self._read_whole(what)

@@ -2,8 +2,7 @@
 
 Each part is checked when this module is imported, before anything relies on it. A missing or unexpected part is
 replaced by a slower public equivalent, if there is one. `REPLACED` lists such parts. Otherwise the import of the
-backend fails, with an error that names torch's version and the tested versions. Other modules import these names from
-here, at no extra cost.
+backend fails, with an error that names torch's version and the tested versions.
 
 The parts that patches of torch need are checked where the patches are made. ``torch._C.DisableTorchFunctionSubclass``
 is public, in spite of its name: torch documents it for subclasses of tensors.

@@ -1,4 +1,4 @@
-"""Properties that are equal for the local tensor and the DTensor, and sizes, which are not."""
+"""Properties that are equal for the local tensor and the DTensor, and sizes, which differ."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
 
 
 def _described(p: Any) -> tuple[Any, ...]:
-    """Return `describe_placement` of ``p``.
+    """Describe torch's placement ``p`` as `describe_placement` does, and raise if that returns None.
 
     Raises:
         ValueError: for a placement without counterpart in this library.
