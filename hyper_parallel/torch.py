@@ -1,6 +1,6 @@
 """Conversion to and from torch's DTensors: `to_torch_dtensor` and `from_torch_dtensor`.
 
-They are for code that takes torch's DTensors, such as `torch.distributed.checkpoint` and other libraries. Nothing is
+Use them for code that takes torch's DTensors, such as `torch.distributed.checkpoint` and other libraries. Nothing is
 copied or communicated, and gradients pass through. Meshes have the methods `DeviceMesh.from_torch` and
 `DeviceMesh.to_torch`. docs/torch_interop.md lists the pairs of placements. Torch is imported at the first call.
 """
@@ -15,7 +15,7 @@ __all__ = ["from_torch_dtensor", "to_torch_dtensor"]
 
 
 def to_torch_dtensor(x: Any) -> Any:
-    """Return a DTensor as torch's DTensor over the same memory. It is differentiable.
+    """Return a DTensor as torch's DTensor over the same memory. The conversion is differentiable.
 
     Args:
         x: `hyper_parallel.DTensor` of any shape and dtype.
@@ -42,7 +42,7 @@ def to_torch_dtensor(x: Any) -> Any:
 
 
 def from_torch_dtensor(x: Any) -> Any:
-    """Return torch's DTensor as this library's DTensor over the same memory. It is differentiable.
+    """Return torch's DTensor as this library's DTensor over the same memory. The conversion is differentiable.
 
     Args:
         x: ``torch.distributed.tensor.DTensor`` of any shape and dtype.

@@ -153,7 +153,7 @@ class DryStep:
         if not isinstance(model, platform.Module):
             raise TypeError(
                 f"the model must be a {platform.Module.__name__} of the platform {platform.name!r}, got "
-                f"{type(model).__name__}: pass one, or choose another platform with HYPER_PARALLEL_PLATFORM"
+                f"{type(model).__name__}: pass such a module, or choose another platform with HYPER_PARALLEL_PLATFORM"
             )
         modules = dict(platform.named_modules(model))
         for path, module in modules.items():
@@ -245,7 +245,7 @@ class DryStep:
             except (RuntimeError, NotImplementedError) as error:
                 raise DryStepError(
                     f"the model does not run with tensors that have no data: {str(error)[:400]}. Create tensors on "
-                    "the device of existing ones (device=x.device), do not read values (item(), if x > 0), and use "
+                    "the device of existing tensors (device=x.device), do not read values (item(), if x > 0), and use "
                     "operations that support the meta device"
                 ) from error
         return found

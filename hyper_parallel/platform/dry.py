@@ -1,7 +1,7 @@
 """A backend whose collectives send nothing: one rank of a world whose other ranks do not exist.
 
-`dry_platform` derives it from any backend. Groups are names, collectives return tensors of the right shapes, and
-everything else comes from that backend. So core runs on it as it runs in many processes. The values of tensors are
+`dry_platform` derives the dry backend from any real backend. Groups are names, collectives return tensors of the right
+shapes, and the real backend does everything else. So core runs as in a job of many processes. The values of tensors are
 meaningless; where the framework has tensors without data (`Platform.dry_class`), they have no values.
 """
 
@@ -43,7 +43,7 @@ class SendsNothing:
     share_compiled_inputs = CompilerRole.share_compiled_inputs
 
     def init_process_group(self, timeout: float | None = None) -> None:
-        """Do nothing: the default group is that of `dry_world`."""
+        """Do nothing: `dry_world` defines the default group."""
 
     def world(self) -> _World | None:
         """Return the dry-run world of this process, or None outside `dry_world`."""
@@ -147,7 +147,7 @@ _PLATFORMS: dict[tuple[type, type, bool], Any] = {}
 
 
 def dry_platform(platform: Platform) -> Any:
-    """Return the backend that behaves like ``platform`` but sends nothing. It is cached."""
+    """Return the backend that behaves like ``platform`` but sends nothing. The result is cached."""
     cls: Any = type(platform)
     if platform.dry_class is not None:
         module, _, name = platform.dry_class.partition(":")

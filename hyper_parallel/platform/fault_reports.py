@@ -64,7 +64,7 @@ def exchange_reports(
 def exchange_texts(
     store: Any, me: int, ranks: Sequence[int], place: str, text: str, seconds: float
 ) -> dict[int, str] | None:
-    """Exchange texts through the store, as `Platform.exchange_texts` does. Arguments are those of
+    """Exchange texts through the store, as `Platform.exchange_texts` does. The arguments are as in
     `exchange_reports`."""
     here, texts = f"hyper_parallel/texts/{place}/", {me: text}
     begin, pause, told = time.monotonic(), 0.001, False

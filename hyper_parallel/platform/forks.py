@@ -1,4 +1,4 @@
-"""Processes forked from a rank: they inherit its process groups, but no connection to the other ranks.
+"""Processes forked from a rank: they inherit the rank's process groups, but no connection to the other ranks.
 
 The connections belong to threads of the rank, which a child lacks: a collective would hang in the child. The check
 costs a rank itself almost nothing. This module imports no framework.

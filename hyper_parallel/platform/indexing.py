@@ -1,7 +1,7 @@
 """Indices of ``x[index]`` as hashable keys for cached plans, and as regions of a tensor.
 
-An index is encoded as a tuple with one entry per item. Ints, None and ``Ellipsis`` stay. Others are ``("slice", start,
-stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)`` for the i-th tensor among the operands.
+An index is encoded as a tuple with one entry per item. Ints, None and ``Ellipsis`` stay. Other items become ``("slice",
+start, stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)``, the i-th tensor among the operands.
 `region_of` returns the dimension and range of each item. This module names no framework.
 """
 
@@ -50,7 +50,7 @@ def _decoded(item: tuple, tensors: Sequence[Any]) -> Any:
 
 
 class Place(NamedTuple):
-    """An item of an encoded index, and its place in the tensor.
+    """An item of an encoded index, with the dimension and range of the tensor that it selects.
 
     Attributes:
         item: the item.
@@ -75,8 +75,8 @@ class Place(NamedTuple):
 
 
 def region_of(index: Sequence[Any], shape: Sequence[int]) -> tuple[Place, ...]:
-    """Return the places of the items of an encoded index in a tensor of that shape. The first ``...``, and trailing
-    dimensions without item, become full slices.
+    """Return the dimension and range that each item of an encoded index selects in a tensor of that shape. The first
+    ``...``, and trailing dimensions without item, become full slices.
 
     Example:
         >>> [(place.dim, place.picked) for place in region_of((0, ..., None), (4, 5))]

@@ -56,7 +56,8 @@ class _Handler(logging.StreamHandler):
 
 
 def set_up(rank: Callable[[], object]) -> None:
-    """Configure the logger as ``HYPER_PARALLEL_LOG`` says. Does nothing without the variable, or if it was done before.
+    """Configure the logger as ``HYPER_PARALLEL_LOG`` says. Does nothing without the variable, and from the second call
+    on.
 
     Args:
         rank: returns the rank of this process.

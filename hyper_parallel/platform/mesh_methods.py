@@ -19,8 +19,8 @@ class MeshMethods(ABC):
     def from_torch(cls: type[_Mesh], torch_mesh: Any) -> _Mesh:
         """Convert a mesh of torch.distributed to a mesh with the same ranks, names and process groups. Makes no groups.
 
-        A slice of a torch mesh becomes a slice of its converted root. So slices of one mesh stay slices of one mesh.
-        All ranks call it, in the same order relative to the creation of other meshes.
+        A slice of a torch mesh becomes a slice of its converted root. So two slices of one torch mesh become two slices
+        of one mesh. All ranks make this call, in the same order relative to the creation of other meshes.
 
         Args:
             torch_mesh: ``torch.distributed.device_mesh.DeviceMesh``.

@@ -1,9 +1,9 @@
 """Patches of a framework: installed together or not at all, each checked before.
 
-Some places in a framework do not notice a DTensor, or serve it badly. Each backend lists its replacements in one
-module, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`. It is installed when the DTensor class is
-made, and stays: a process that never makes a DTensor has nothing patched. For plain tensors, replacements do the same
-as the originals. docs/patches.md shows the lists. This module imports no framework.
+Some functions of a framework do not notice a DTensor, or compute on it incorrectly. Each backend lists its replacements
+in one module, ``hyper_parallel/platform/<framework>/patches.py``, as a `PatchSet`. The set is installed when the
+DTensor class is made, and stays. A process that never makes a DTensor has no patches. For plain tensors, replacements
+do the same as the originals. docs/patches.md shows the lists. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class PatchSet:
         return done
 
     def uninstall(self) -> None:
-        """Restore all originals; does nothing if no patches are installed. It is for patches that DTensors do not need,
-        such as those of an observed program."""
+        """Restore all originals; does nothing if no patches are installed. Used for patches that DTensors do not need,
+        such as the patches that observe a program."""
         if self._done is None:
             return
         for waiting in self._waiting:

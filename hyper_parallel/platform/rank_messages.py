@@ -1,7 +1,7 @@
 """Errors and warnings of the ranks that ``hyper-parallel launch`` starts: each is shown once, with its ranks.
 
 The first rank of a node prints its messages immediately. The other ranks write theirs to a folder. At the end, the
-launcher prints those that the first rank did not have.
+launcher prints messages that the first rank did not have.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 
 
 def leave_messages(environ: MutableMapping[str, str]) -> None:
-    """Start to save messages, if the launcher asks for that. Does nothing in a rank that the launcher did not start.
+    """Start to save the messages of this rank, if the launcher asks for them. Does nothing in a rank that the launcher
+    did not start.
 
     Args:
         environ: the environment of this process.

@@ -1,7 +1,7 @@
 """Registry of backends: known names, the selected backend, and whether it can run here.
 
 A backend is imported when it is first asked for. The built-in backends are listed here by name and module. Other
-packages add theirs through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
+packages add backends through the entry-point group ``hyper_parallel.platforms`` or `register_platform`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ ENTRY_POINT_GROUP = "hyper_parallel.platforms"
 
 
 class PlatformError(RuntimeError):
-    """Error for an unknown backend, or one that cannot run here. The message lists every known backend and why it
-    cannot be used."""
+    """Error for an unknown backend, or a backend that cannot run here. The message lists every known backend, and why
+    each cannot be used."""
 
 
 @dataclass
@@ -150,11 +150,11 @@ def available_platforms() -> dict[str, str | None]:
 
 
 def get_platform(name: str | None = None) -> Platform:
-    """Return the backend called ``name``, or the selected one. It is always the same object.
+    """Return the backend called ``name``, or the selected one. Every call returns the same object.
 
-    The backend is selected when it is first needed, and stays selected. ``HYPER_PARALLEL_PLATFORM`` names it. Without
-    the variable it is the backend of the framework that the program has imported. Otherwise it is that of the only
-    installed framework, and else torch's.
+    The backend is selected when it is first needed, and stays selected. ``HYPER_PARALLEL_PLATFORM`` names the selected
+    backend. Without the variable, the framework that the program has imported decides. If none is imported, the only
+    installed framework decides, else torch.
 
     Args:
         name: a backend (``"torch-cpu"``, ``"torch-cuda"``, ``"torch-npu"``, ``"mindspore"``, or a registered one) or an
@@ -213,7 +213,7 @@ def get_platform_for_device(device_type: str) -> Platform:
 
 @contextmanager
 def selected(platform: Platform) -> Iterator[Platform]:
-    """Select ``platform`` inside this context, for every device type. It serves dry runs, also of programs that name
+    """Select ``platform`` inside this context, for every device type. Dry runs use it, also for programs that name
     their device."""
     _stand_ins.append(platform)
     try:

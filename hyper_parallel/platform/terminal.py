@@ -6,8 +6,7 @@ __all__ = ["printable", "printable_lines"]
 
 
 def printable(text: object) -> str:
-    r"""Return ``text`` with some characters escaped as in Python: those that control a terminal, end a line, or are
-    invisible.
+    r"""Escape, as in Python, the characters of ``text`` that control a terminal, end a line, or are invisible.
 
     Example:
         >>> printable("layer\x1b[2J\n"), printable("ä b")

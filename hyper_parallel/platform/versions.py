@@ -1,4 +1,4 @@
-"""Releases of the frameworks that the tests run with, and a warning about others."""
+"""Releases of the frameworks that the tests run with, and a warning about other releases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tested_versions(framework: str) -> str:
 
 
 def is_tested(framework: str, version: str) -> bool:
-    """Return whether ``version`` is one of the tested releases, or a patch or a build of one of them.
+    """Return whether ``version`` is a tested release, or a patch release or build of a tested release.
 
     Example:
         >>> is_tested("torch", "2.13.2+cpu"), is_tested("torch", "2.16.0"), is_tested("torch", "2.15.0a0+git1234")

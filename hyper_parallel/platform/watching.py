@@ -10,7 +10,7 @@ __all__ = ["is_called_from", "tensors_in"]
 
 
 def is_called_from(modules: Collection[str]) -> bool:
-    """Return whether a function of one of these modules, by name, is on the call stack."""
+    """Return whether a function of a module with one of these names is on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") in modules:
@@ -20,7 +20,7 @@ def is_called_from(modules: Collection[str]) -> bool:
 
 
 def tensors_in(values: Any, kind: type) -> Iterator[Any]:
-    """Yield the objects of class ``kind`` in ``values``: itself, or in nested lists, tuples and values of dicts."""
+    """Yield the objects of class ``kind`` in ``values``, which may contain nested lists, tuples and dicts."""
     if isinstance(values, kind):
         yield values
     elif isinstance(values, (list, tuple)):

@@ -135,7 +135,7 @@ def table(found: Sequence[Row]) -> str:
 
 
 def with_table(page: str, found: Sequence[Row]) -> str:
-    """Return ``page`` with the table of the rows ``found`` in place of its present table."""
+    """Return ``page`` with its table replaced by a table of the rows ``found``."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.partition(END)[2]}"
 

@@ -1,6 +1,6 @@
 """Comparison of a parallelised model with the same model on one device.
 
-The conformance suite and ``hyper-parallel test`` share this code. It needs no pytest.
+The conformance suite and ``hyper-parallel test`` share this code. This module needs no pytest.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def same(got: Any, wanted: Any, what: str, tolerance: float = TOLERANCE) -> None
 
 
 def local_parts(x: np.ndarray, layout: Any, rng: np.random.Generator) -> np.ndarray:
-    """Return this rank's local array of a tensor with value ``x``. For `Partial`, summands differ between ranks.
+    """Return this rank's local array of a tensor with value ``x``. For `Partial`, each rank has a different summand.
 
     ``rng`` must be in the same state on every rank.
     """
@@ -135,7 +135,7 @@ def slices_of(placement: Any, shape: tuple[int, ...], mesh: Any) -> Any:
 
 
 def difference(more: dict[str, int], less: dict[str, int]) -> dict[str, int]:
-    """Subtract earlier counts from later ones. Names with a difference of zero are left out."""
+    """Subtract earlier counts from later counts. Names with a difference of zero are left out."""
     return {k: n - less.get(k, 0) for k, n in more.items() if n > less.get(k, 0)}
 
 

@@ -1,4 +1,4 @@
-"""Selection of tests: those of the gate, which judge a change in minutes, or all tests.
+"""Selection of tests: the gate, whose tests check a change in minutes, or all tests.
 
 The marker ``nightly`` is on tests, or on single parameter sets of tests, that only the nightly run executes. Tests ask
 `everything` to decide how many cases to draw. docs/gates.md lists the nightly tests, with reasons.
@@ -41,8 +41,9 @@ def keep_the_gate(config: Any, items: list[Any]) -> None:
 def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") -> Any:
     """Decorate a test that runs once for each number of ranks in ``sizes``.
 
-    The gate runs one of them: three ranks if ``sizes`` has 3. Three divides few sizes, so shards are uneven or empty,
-    and first, middle and last rank differ. Otherwise the gate runs the largest size. The other sizes are nightly.
+    The gate runs one of these sizes: three ranks if ``sizes`` has 3. Three divides few sizes, so shards are uneven or
+    empty, and first, middle and last rank differ. Otherwise the gate runs the largest size. The other sizes are
+    nightly.
 
     Args:
         sizes: numbers of ranks.
@@ -58,7 +59,8 @@ def on_ranks(*sizes: int, gate: tuple[int, ...] = (), name: str = "world_size") 
 
 
 def in_gate(values: Iterable[Any], gate: Collection[Any], *, unpack: bool = False) -> list[Any]:
-    """Return ``values`` as parameter sets of pytest. Those in ``gate`` run in the gate, and the others are nightly.
+    """Return ``values`` as parameter sets of pytest. The values in ``gate`` run in the gate. All other values are
+    nightly.
 
     Args:
         values: all rows.

@@ -31,7 +31,7 @@ __all__ = ["PlanCheck", "check_plan", "compare_on_ranks", "verdict_of"]
 
 @dataclass
 class PlanCheck:
-    """Result of `check_plan`; ``str`` and ``print`` show it. It is true if the plan is right.
+    """Result of `check_plan`; ``str`` and ``print`` show it. A result is true if the plan is right.
 
     Attributes:
         ranks: number of ranks.
@@ -109,9 +109,9 @@ def check_plan(
 ) -> PlanCheck:
     """Check that a model under its plan computes the results of one device: output, loss, and every gradient.
 
-    The check starts a local CPU process for each rank of the mesh. It sends model, plan, sample and loss by pickle.
-    So their classes and functions must be importable: lambdas and definitions in ``__main__`` are not. A program that
-    calls `check_plan` at its top level needs ``if __name__ == "__main__":``.
+    The check starts a local CPU process for each rank of the mesh. Each process gets model, plan, sample and loss by
+    pickle. So their classes and functions must be importable: lambdas and definitions in ``__main__`` are not. A
+    program that calls `check_plan` at its top level needs ``if __name__ == "__main__":``.
 
     Args:
         model: module of the selected framework on the CPU, with values and without a plan. Or a function that makes
@@ -178,11 +178,10 @@ def verdict_of(found: list[Any], tolerance: float) -> PlanCheck:
 def compare_on_ranks(
     shape: tuple[int, ...], names: tuple[str, ...], sent: bytes
 ) -> tuple[dict[str, float], dict[str, float], list[str], dict[str, int], list[str], dict[str, int]]:
-    """Compare one rank with one device, and return its findings as a tuple of six.
-
-    They are `PlanCheck.differences`, the differences of the modules' outputs, and the modules in the order of calls.
-    Then come the numbers of collectives by kind, `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is the
-    pickled rest of the arguments of `check_plan`."""
+    """Compare one rank with one device, and return a tuple of six findings. The first three are
+    `PlanCheck.differences`, the differences of the modules' outputs, and the modules in the order of calls. The last
+    three are the numbers of collectives by kind, `PlanCheck.plain_code` and `PlanCheck.not_followed`. ``sent`` is a
+    pickle of the other arguments of `check_plan`."""
     platform = get_platform()
     platform.manual_seed(0)
     model, plan, sample, kwargs, loss, prove = pickle.loads(sent)

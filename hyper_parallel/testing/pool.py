@@ -90,10 +90,9 @@ class Worker:
 
 
 class WorkerPool:
-    """Worker processes in one process group of the backend ``platform``. With None they have no framework and no group.
-
-    The workers start with the first job. Each of them calls ``first``, a ``"package.module:function"``, before it joins
-    the group.
+    """Worker processes in one process group of the backend ``platform``. With None, the workers have no framework and
+    no group. The workers start with the first job. Each worker calls ``first``, a ``"package.module:function"``, before
+    it joins the group.
     """
 
     def __init__(self, platform: str | None, size: int = SIZE, first: str | None = None) -> None:

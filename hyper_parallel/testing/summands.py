@@ -1,4 +1,4 @@
-"""Summands of partial tensors. They expose a rule that treats a partial tensor as another kind of tensor."""
+"""Summands of partial tensors. Such summands expose a rule that treats a partial tensor as another kind of tensor."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def summands(x: np.ndarray, count: int, rng: np.random.Generator) -> list[np.nda
     """Return ``count`` arrays whose sum is ``x``.
 
     The arrays differ in every property that a wrong rule could use in place of the sum. The numbers that are added
-    change their sign and double in size from rank to rank. They are nowhere zero. They grow along every
-    dimension, so neighbouring ranks have their largest and smallest element at opposite ends. They are multiples of
+    change their sign and double in size from rank to rank. None of these numbers is zero. Their sizes grow along every
+    dimension, so neighbouring ranks have their largest and smallest element at opposite ends. All are multiples of
     1/16, so that sums of a few float32 numbers lose almost no precision.
 
     Args:

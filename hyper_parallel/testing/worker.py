@@ -25,8 +25,8 @@ TIMEOUT = 1800.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a worker. With None for ``platform`` it has no framework and no process group. It calls ``first``
-    before anything else."""
+    """Settings of a worker. With None for ``platform`` the worker has no framework and no process group. The worker
+    calls ``first`` before anything else."""
 
     platform: str | None
     rank: int
@@ -81,7 +81,7 @@ def serve(settings: Settings, connection: Connection) -> None:
 
 
 def _leave_with_parent() -> None:
-    """Exit when pytest was killed, even out of a collective."""
+    """Exit when pytest was killed, even while this process waits in a collective."""
     if (parent := multiprocessing.parent_process()) is not None:
         wait([parent.sentinel])
     os._exit(1)
@@ -113,8 +113,8 @@ def _join(settings: Settings) -> None:
 def stay_on_one_core(platform: str | None, rank: int) -> None:
     """Keep this process of MindSpore on one core, if ``OMP_NUM_THREADS`` asks for one thread.
 
-    MindSpore does not read the variable. On several cores its threads spin while they wait for work. They take as
-    much time as the rank itself: 3.5 s of a processor where 1.4 s do on one core (2026-11-30).
+    MindSpore does not read the variable. On several cores its threads spin while they wait for work. The waiting
+    threads take as much time as the rank itself: 3.5 s of processor time, compared with 1.4 s on one core (2026-11-30).
     """
     if platform == "mindspore" and os.environ.get("OMP_NUM_THREADS") == "1" and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))

@@ -319,7 +319,9 @@ def one_file_of_parts(mesh: Any, folder: str) -> None:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
     state = {"rows": placed(mesh, values=True)["rows"]}
-    with pytest.raises(BaseException, match=r"'rows' of shape \(7, 5\) is sharded: pass save_distributed=True to it"):
+    with pytest.raises(
+        BaseException, match=r"'rows' of shape \(7, 5\) is sharded: pass save_distributed=True to the writer"
+    ):
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(folder), process_group=mesh.get_group())
 
 

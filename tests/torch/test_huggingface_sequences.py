@@ -247,8 +247,8 @@ def wrong(mesh: Any) -> None:
         ("do not count up", lambda: model(part, position_ids=positions * 3)),
         ("hides tokens", lambda: model(part, hiding, positions)),
         ("hides tokens", lambda: model.model(part, hiding, positions)),
-        ("that of the full sequence", lambda: model(part, whole[:, :3], positions)),
-        ("that of the full sequence", lambda: model(part, hiding[:, None, None], positions)),
+        ("must cover the full sequence", lambda: model(part, whole[:, :3], positions)),
+        ("must cover the full sequence", lambda: model(part, hiding[:, None, None], positions)),
         ("belongs to a copy", lambda: copied.model.layers[0](x, position_embeddings=tables)),
         ("softcap", lambda: capped(input_ids=part, position_ids=positions)),
         (

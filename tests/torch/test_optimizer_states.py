@@ -184,10 +184,10 @@ def refused(mesh: Any) -> None:
 
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["exp_avg"] += dist.get_rank()
-    check("the ranks passed different ones.*set broadcast_from_rank0=True", full, other)
+    check("the ranks passed different state dicts.*set broadcast_from_rank0=True", full, other)
     other = copy.deepcopy(whole)
     other["state"]["up.weight"]["step"] += dist.get_rank()
-    check("the ranks passed different ones", full, other)
+    check("the ranks passed different state dicts", full, other)
     check("needs full plain tensors, but these are DTensors: .*up.weight.exp_avg", full, shards)
     check("needs full plain tensors, but these are DTensors: .*exp_avg", first, {} if dist.get_rank() else shards)
     other = copy.deepcopy(whole)

@@ -319,11 +319,11 @@ def tensors_refused(mesh: Any) -> None:
 
     largest = distribute_tensor(randn(4), mesh, [Partial("max"), Replicate()])
     assert to_torch_dtensor(largest).placements[0].is_partial("max")
-    with pytest.raises(ValueError, match=r"needs gradients.*'max': redistribute it to Replicate"):
+    with pytest.raises(ValueError, match=r"needs gradients.*'max': redistribute the DTensor to Replicate"):
         to_torch_dtensor(largest.requires_grad_())
     given = randn(4).requires_grad_()
     theirs = of_torch.DTensor.from_local(given, mesh.to_torch(), [of_torch.Partial("max"), of_torch.Replicate()])
-    with pytest.raises(ValueError, match=r"needs gradients.*'max': redistribute it to Replicate"):
+    with pytest.raises(ValueError, match=r"needs gradients.*'max': redistribute the DTensor to Replicate"):
         from_torch_dtensor(theirs)
 
     class Odd(of_torch.Replicate):

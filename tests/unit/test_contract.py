@@ -217,8 +217,8 @@ def test_what_a_backend_does_not_bring_says_so() -> None:
     platform, x = plain(), np.zeros(2)
     for refused, message in (
         (lambda: platform.set_host_rng_state(b""), "Plain has no generator of random numbers on the host"),
-        (lambda: platform.native_mesh(x, None, []), "Plain cannot convert meshes: its framework has none"),
-        (lambda: platform.describe_native_mesh(x), "Plain cannot convert meshes: its framework has none"),
+        (lambda: platform.native_mesh(x, None, []), "Plain cannot convert meshes: its framework has no meshes"),
+        (lambda: platform.describe_native_mesh(x), "Plain cannot convert meshes: its framework has no meshes"),
         (lambda: platform.give_memory(x), "Plain cannot allocate memory for tensors on the meta device"),
         (lambda: platform.optimizer_state(x), "Plain does not support optimizers"),
         (lambda: platform.set_optimizer_state(x, None), "Plain does not support optimizers"),

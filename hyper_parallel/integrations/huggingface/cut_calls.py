@@ -57,15 +57,15 @@ def checked_call(
         )
     if not whole:
         raise ValueError(
-            f"the attention_mask of {name} must be that of the full sequence on all ranks, of shape (samples, "
+            f"the attention_mask of {name} must cover the full sequence on all ranks, with the shape (samples, "
             f"length), got the shape {kind}: use the mask of shard_sequence, which does not shard it"
         )
     if not follows:
         raise ValueError(
-            f"the position_ids of {name} do not count up by one over the sequence. In a single process, tokens would "
-            "attend to those of their own document alone, which is not supported for sharded sequences. Put one "
+            f"the position_ids of {name} do not count up by one over the sequence. In a single process, each token "
+            "would attend to its own document alone, which is not supported for sharded sequences. Put one "
             f"document in a row, and use the position_ids of shard_sequence(balance={balance}). Or pass an "
-            "attention_mask of ones, with which tokens attend to all documents before them"
+            "attention_mask of ones: then each token attends to all documents before it"
         )
     compared.add(kind)
     # All ranks have compared a mask of this shape, so each has the same full mask and comes to the same decision.

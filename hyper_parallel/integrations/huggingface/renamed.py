@@ -38,7 +38,7 @@ def arrangement(model: Any) -> Callable[[Tensors], Tensors] | None:
             if pattern is not None:
                 several.setdefault(new, {}).setdefault(pattern, []).append(name)
             elif new in arranged:
-                raise ValueError(f"two tensors of the files would get the name {new!r}, one of the two is {name!r}")
+                raise ValueError(f"two tensors of the files would get the name {new!r}; {name!r} is the second of them")
             else:
                 arranged[new] = tensor
         for new, by_pattern in several.items():

@@ -26,11 +26,11 @@ class DeviceRole(ABC):
     watches_draws: bool = False
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Return ``x`` on this rank's device of this platform; ``x`` itself if it is there already."""
+        """Return ``x`` on this rank's device of this platform; ``x`` itself if it is on that device already."""
         return x
 
     def to_host(self, x: Tensor, pin_memory: bool) -> Tensor:
-        """Return a plain tensor in host memory with the values of ``x``; ``x`` itself if it is there already.
+        """Return a plain tensor in host memory with the values of ``x``, or ``x`` itself if it is there already.
 
         Args:
             x: plain tensor.
@@ -41,8 +41,8 @@ class DeviceRole(ABC):
         return x
 
     def host_tensor(self, values: np.ndarray) -> Tensor:
-        """Return a new plain tensor in host memory with the values of an int32 array. Users see it as ``mesh.mesh``.
-        Returns the array itself where a framework has no tensors on the host."""
+        """Return a new plain tensor in host memory with the values of an int32 array. Users see the tensor as
+        ``mesh.mesh``. Returns the array itself where a framework has no tensors on the host."""
         return values
 
     def device_count(self) -> int:
@@ -58,7 +58,7 @@ class DeviceRole(ABC):
     def factory(self, name: str, shape: Sequence[int], fill_value: Any, dtype: Any) -> Tensor:
         """Return a new plain local tensor on this rank's device. ``name`` is ``"full"`` (with ``fill_value``),
         ``"empty"``, ``"rand"``, ``"randn"``, ``"linspace"`` (``fill_value`` is (start, end)) or ``"logspace"`` ((start,
-        end, base)). ``dtype`` None is the framework's default, for ``fill_value`` if there is one."""
+        end, base)). ``dtype`` None gives the framework's default dtype: that of ``fill_value``, where it is given."""
 
     def counter_key(self: Any) -> Tensor:
         """Draw a key of four uniform float32 numbers from the default generator, as a plain tensor on this rank's
@@ -68,8 +68,9 @@ class DeviceRole(ABC):
     def numbers_by_counter(
         self: Any, kind: str, key: Tensor, shape: Sequence[int], ranges: counter.Ranges, dtype: Any
     ) -> Tensor:
-        """Return a shard of a plain tensor of random numbers on this rank's device. It needs the memory of the shard
-        alone. Each number is a function of ``key`` and its index in the global tensor: see `platform.contract.counter`.
+        """Return a shard of a plain tensor of random numbers on this rank's device. Only the memory of the shard is
+        needed. Each number is a function of ``key`` and its index in the global tensor: see
+        `platform.contract.counter`.
 
         Args:
             kind: ``uniform`` in [0, 1), or ``normal``.

@@ -123,4 +123,4 @@ class Dispatch(Protocol):
 
     def result_shapes(self, name: str, shapes: tuple, static_args: Any) -> tuple[tuple[int, ...], ...]:
         """Return the shapes of the results of a canonical operation, computed by its rule. ``shapes`` has None for an
-        operand that is no tensor. It serves backends whose kernels fail for empty tensors."""
+        operand that is no tensor. Backends whose kernels fail for empty tensors use the shapes."""

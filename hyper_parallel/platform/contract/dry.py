@@ -1,4 +1,4 @@
-"""Dry runs: functions of a framework for computing with shapes alone. All of them are optional."""
+"""Dry runs: functions of a framework for computing with shapes alone. All these functions are optional."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class DryRole:
     sends_nothing: bool = False
 
     def copy_without_data(self, module: Module) -> Module:
-        """Return a copy of a module for a dry run, on the device of this platform. Its tensors need no values. It is a
-        deep copy where a framework has no tensors without data."""
+        """Return a copy of a module for a dry run, on the device of this platform. Its tensors need no values. In a
+        framework without such tensors, the copy is deep."""
         return copy.deepcopy(module)
 
     def without_data(self) -> AbstractContextManager:
@@ -61,9 +61,9 @@ class DryRole:
         return nullcontext()
 
     def differentiate(self, call: Callable[[], Tensor], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """Call ``call``, which returns a scalar, and return its gradients as a training loop of the framework does.
+        """Return the gradients of the scalar that ``call()`` returns, computed as in a training loop of the framework.
 
-        They are the gradients with respect to ``parameters``, which are DTensors or plain tensors.
+        There is one gradient for each of ``parameters``, which are DTensors or plain tensors.
         """
         raise TypeError(f"{type(self).__name__} does not implement gradients for dry runs")
 

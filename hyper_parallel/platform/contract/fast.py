@@ -71,9 +71,9 @@ class Fast:
     backward_in_order: bool = False
 
     def is_plain_linear(self, module: Module) -> bool:
-        """Return whether a call of ``module`` computes exactly `linear` of its input, weight and bias. It must be of
-        the framework's own class, not a subclass, and without an activation. Where a backend answers False, its linear
-        layers are dispatched."""
+        """Return whether a call of ``module`` computes exactly `linear` of its input, weight and bias. The module must
+        be of the framework's own class, not a subclass, and without an activation. Where a backend answers False, its
+        linear layers are dispatched."""
         return False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -83,7 +83,7 @@ class Fast:
 
     def norm_call(self, module: Module) -> Callable[[Module, Tensor, Mapping[str, Tensor | None]], Tensor] | None:
         """Return ``call(module, x, parameters)``, the forward of the framework's own norm class with other parameters.
-        None where that is no cheaper than calling the module."""
+        None where this call is no cheaper than calling the module."""
         return None
 
     def linear_with_collective(self, x: Tensor, weight: Tensor, how: LinearCollective) -> Tensor | None:
@@ -95,7 +95,7 @@ class Fast:
     def autograd_step(
         self, forward: Callable[[Any, Tensor], Tensor], backward: TensorFunction
     ) -> TensorFunction | None:
-        """Return `Platform.autograd_function` as ``apply(x)``, for frequent calls that save nothing for backward.
+        """Return a function of autograd, ``apply(x)``, for frequent calls. The calls save nothing for backward.
 
         ``forward(ctx, x)`` ignores ``ctx`` and returns a new tensor, no view. ``apply`` is called with interception
         off.
@@ -118,13 +118,13 @@ class Fast:
         otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Return ``view(x, weight)``, which gives the data of ``x`` for ``linear(view, weight, bias)`` alone. The
-        view's cotangent reaches ``x`` as ``convert(cotangent)``, which may overwrite it. Where gradients of gradients
-        are asked for, it arrives as ``record(cotangent)``, which is differentiable. The view is ``x`` itself if ``x``
-        requires no gradient. It is cached under ``key``, and valid under the conditions of `read_cache`.
+        view's cotangent reaches ``x`` as ``convert(cotangent)``, which may overwrite it. For gradients of gradients,
+        ``record(cotangent)`` reaches ``x`` instead, which is differentiable. The view is ``x`` itself if ``x`` requires
+        no gradient. The view is cached under ``key``, and valid under the conditions of `read_cache`.
 
         A framework overrides this if it has something cheaper than `Platform.autograd_function`. The view has the shape
         of ``x``, or is 2-D with the leading dimensions flattened. The operation must save the view until its backward;
-        where it would not, ``otherwise(x)`` replaces the view. Called with interception off.
+        where the operation would save nothing, ``otherwise(x)`` replaces the view. Called with interception off.
         """
         return None
 
@@ -140,8 +140,9 @@ class Fast:
 
     def can_delay_gradient(self, *parameters: Tensor) -> bool:
         """Return whether the caller may return no cotangents of ``parameters``, and call `add_to_gradients` later
-        instead. It may if the cotangents only contribute to accumulated gradients. Called inside the backward of a
-        function of the parameters. A framework that returns gradients, instead of accumulating them, answers False.
+        instead. True only if the cotangents contribute to nothing but accumulated gradients. Called inside the backward
+        of a function of the parameters. A framework that returns gradients, instead of accumulating them, answers
+        False.
         """
         return False
 
@@ -152,8 +153,8 @@ class Fast:
 
     def tell_gradient(self, x: Tensor, call: Callable[[], None]) -> Tensor:
         """Return ``x`` as another tensor, which can replace it in every use, including writes. Backward calls ``call``
-        when the cotangent of that tensor is complete. A framework without a cheap way to do so returns ``x`` and never
-        calls it. Called with interception off."""
+        when the cotangent of that tensor is complete. A framework that cannot do this cheaply returns ``x`` and never
+        calls ``call``. Called with interception off."""
         return x
 
     def move_to_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int]) -> Tensor | None:
@@ -164,9 +165,9 @@ class Fast:
         return None
 
     def in_one_storage(self, xs: Sequence[Tensor], lengths: Sequence[int], flat: Tensor | None) -> Tensor | None:
-        """Return the 1-D tensor that holds the data of the parameters ``xs`` as `move_to_one_storage` arranges them. It
-        is ``flat`` itself if that holds them. None for any other arrangement. Nothing is moved. Called with
-        interception off."""
+        """Return the 1-D tensor that holds the data of the parameters ``xs`` as `move_to_one_storage` arranges them.
+        Returns ``flat`` itself if ``flat`` holds the data, and None for any other arrangement. Nothing is moved. Called
+        with interception off."""
         return None
 
     def pack_rows(self, xs: Sequence[Tensor], size: int) -> Tensor | None:
@@ -187,8 +188,9 @@ class Fast:
         return None
 
     def run_soon(self, x: Tensor) -> None:
-        """Let backward run the function that returned ``x`` as soon as it can, before others that are ready. Data
-        parallelism starts gradient communication there. Called with interception off."""
+        """Let backward run the function that returned ``x`` as soon as it can, before other functions that are ready.
+        In the function's backward, data parallelism starts the communication of gradients. Called with interception
+        off."""
         return
 
 

@@ -56,15 +56,15 @@ class GroupRole(ABC):
 
         The variables are torchrun's ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, or msrun's ``MS_*``.
         Without a launcher, the world has one rank. Does nothing if a default group exists. ``timeout`` is how many
-        seconds ranks wait for each other before they raise. It applies when they meet, and in each collective of all
-        groups. None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or else the framework's default. See
-        `hyper_parallel.platform.timeout.timeout_seconds`.
+        seconds ranks wait for each other before they raise. The time-out applies when the ranks meet, and in each
+        collective of all groups. None is the environment variable ``HYPER_PARALLEL_TIMEOUT``, or else the framework's
+        default. See `hyper_parallel.platform.timeout.timeout_seconds`.
         """
 
     @abstractmethod
     def world(self) -> Any:
         """Return an object that identifies the initialised default process group, or None before initialisation. Each
-        initialisation has a new object. Core holds it weakly and compares by identity."""
+        initialisation has a new object. Core holds the object weakly and compares by identity."""
 
     @abstractmethod
     def rank(self) -> int:
@@ -78,7 +78,7 @@ class GroupRole(ABC):
     def new_group(self, rank_lists: Sequence[Sequence[int]], backend: str | None = None, options: Any = None) -> Group:
         """Make one group for each list of ranks. Returns the group that contains this rank, or None. Called with the
         same lists on every rank of the world. A list of all ranks in ascending order may give the default group.
-        Collectives use the ranks in the order of the list. A backend that cannot do so raises ValueError.
+        Collectives use the ranks in the order of the list. A backend that cannot keep this order raises ValueError.
 
         Args:
             rank_lists: global ranks; none is in two of the lists.
@@ -87,8 +87,8 @@ class GroupRole(ABC):
         """
 
     def native_group(self, group: Group) -> Any:
-        """Return the object that the framework's own functions take for ``group``. It serves users who pass
-        ``mesh.get_group()`` to them."""
+        """Return the object that the framework's own functions take for ``group``. Users get this object from
+        ``mesh.get_group()``, and pass it to these functions."""
         return group
 
     def describe_group(self, native: Any) -> NativeGroup:
@@ -108,12 +108,12 @@ class GroupRole(ABC):
             groups: this rank's group along each dimension.
             root: the framework's mesh to slice by ``names``, if this mesh is a slice.
         """
-        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has none")
+        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has no meshes")
 
     def describe_native_mesh(self, native: Any) -> NativeMesh:
         """Invert `native_mesh`: describe a mesh of the framework. Makes no groups. Raises TypeError for any other
         object."""
-        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has none")
+        raise TypeError(f"{type(self).__name__} cannot convert meshes: its framework has no meshes")
 
     def describe_native_placement(self, native: Any) -> tuple[Any, ...] | None:
         """Describe a placement of the framework's own DTensors that has a counterpart in core. The description is the
@@ -132,10 +132,10 @@ class GroupRole(ABC):
     ) -> tuple[dict[int, str], tuple[int, ...]] | None:
         """Find the missing ranks after a collective on ``group`` failed.
 
-        Make the ranks that wait in the group fail. Leave ``report`` for the other ranks of the world, and wait a few
-        seconds for their reports. Returns the reports by rank, and the ranks that did not fail in this group. The
-        reports of these ranks say where else they failed. The group may be unusable afterwards. Never raises. Returns
-        None where a backend cannot find out.
+        Let the collectives fail in which other ranks of the group wait. Leave ``report`` for the other ranks of the
+        world, and wait a few seconds for their reports. Returns the reports by rank, and the ranks that did not fail in
+        this group. The reports of these ranks say where else they failed. The group may be unusable afterwards. Never
+        raises. Returns None where a backend cannot find out.
 
         Args:
             group: group of the failed collective.
@@ -145,9 +145,9 @@ class GroupRole(ABC):
         return None
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Leave ``text`` for ``ranks`` in the store of the world, and wait for their texts. The wait is at most that of
-        a collective. No collective is needed, so other ranks may wait in one. Returns the texts by rank. Returns None
-        where ranks have no store: core then assumes that the texts are equal.
+        """Leave ``text`` for ``ranks`` in the store of the world, and wait for their texts. The wait is at most as long
+        as in a collective. No collective is needed, so other ranks may be waiting in a collective. Returns the texts by
+        rank. Returns None where ranks have no store: core then assumes that the texts are equal.
 
         Args:
             ranks: global ranks, the same on all of them.
@@ -159,9 +159,9 @@ class GroupRole(ABC):
     def tell_of_failure(self, groups: Sequence[Group], ranks: Sequence[int], report: str) -> None:
         """Report to ``ranks`` that this rank failed outside a collective, and will not take part in the next one.
 
-        Wait a few seconds for all of them to call this too: then all have failed in the same way, and nothing more is
-        done. Otherwise leave ``report`` for `find_missing_ranks`, and make the ranks that wait in ``groups`` fail. The
-        groups may be unusable afterwards. Never raises. In a backend that cannot do so, the others wait for the
+        If all ``ranks`` make this call within a few seconds, all have failed in the same way. Nothing more is done
+        then. Otherwise leave ``report`` for `find_missing_ranks`, and make the ranks that wait in ``groups`` fail. The
+        groups may be unusable afterwards. Never raises. In a backend without such reports, the other ranks wait for the
         time-out.
 
         Args:

@@ -26,8 +26,8 @@ class InterceptionRole(ABC):
 
     @abstractmethod
     def make_dtensor_class(self, mixin: type, core: Core) -> type:
-        """Make the DTensor class of this platform. It is a subclass of ``mixin`` (core's public methods) and of
-        ``Tensor``, and its shape is the global shape. Every native operation on an instance arrives at
+        """Make the DTensor class of this platform. The class derives from ``mixin`` (core's public methods) and from
+        ``Tensor``. The shape of an instance is the global shape. Every native operation on an instance arrives at
         ``core.dispatch``. ``core`` has all other services for the backend too. Called once."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class InterceptionRole(ABC):
         """Return whether a compiler of the framework is tracing the caller.
 
         While it traces, only calls of operations become part of the compiled code, and other Python code does not.
-        False for a framework without a compiler, and for one whose compiler never meets DTensors.
+        False for a framework without a compiler, and for a framework whose compiler never meets DTensors.
         """
         return False
 
@@ -66,12 +66,12 @@ class InterceptionRole(ABC):
 
     def other_names(self, function: Any) -> Sequence[Any]:
         """Return native operations without a row that are equivalent to ``function`` and take the same arguments. A
-        rule that users register for ``function`` also applies to them."""
+        rule that users register for ``function`` also applies to the returned operations."""
         return ()
 
     def meta_tensor(self, shape: Sequence[int], dtype: Any) -> Tensor | None:
-        """Return a plain tensor of that shape and dtype without data. Operations on it return tensors without data.
-        None in a framework without them."""
+        """Return a plain tensor of that shape and dtype without data. Operations on the result return tensors without
+        data. None in a framework without such tensors."""
         return None
 
     def why_no_rule(self, function: Any) -> str | None:

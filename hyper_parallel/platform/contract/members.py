@@ -13,7 +13,7 @@ class TensorMembers(Protocol):
 
     A tensor also takes attributes and weak references, and is hashed by identity. It has Python's operators:
     arithmetic, comparisons element by element, ``&``, ``|`` and ``~`` of booleans. ``+=``, ``-=`` and ``*=`` work in
-    place. They broadcast as in NumPy and carry gradients.
+    place. All operators broadcast as in NumPy, and are differentiable.
     """
 
     @property

@@ -1,7 +1,7 @@
 """Modules: layers that a plan can shard, and how a tree of modules is walked, read and changed.
 
-A backend lists the classes of its linear layers, embeddings and norms, such as in `ModuleRole.linear_kinds`. It walks
-its modules parents first, puts hooks around a forward, and replaces forwards.
+A backend lists the classes of its linear layers, embeddings and norms, such as in `ModuleRole.linear_kinds`. A backend
+also visits the modules of a tree, parents first, puts hooks around a forward, and replaces forwards.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class ModuleRole(ABC):
         self.embedding_kinds[cls] = ModuleKind(weight, None)
 
     def register_norm_module(self, cls: type, *, dims: int = 1) -> None:
-        """Let `SequenceParallel` treat ``cls`` as a norm over the last ``dims`` dimensions, which costs less.
+        """Declare ``cls`` a norm over the last ``dims`` dimensions, for a fast path of `SequenceParallel`.
 
         Each position of the dimensions before them must be computed independently. Forward must read the parameters as
         attributes of the module. Subclasses of ``cls`` are not included. Raises TypeError when ``cls`` is no class,
@@ -149,9 +149,9 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def own_parameters(self, module: Module) -> MutableMapping[str, Tensor | None]:
-        """Return the table of parameters that ``module`` itself holds, by name: the framework's own table. It lacks
-        parameters that a parametrization has replaced. The forward of ``module`` reads a tensor that is written to the
-        table in place of its parameter. It need not be a parameter."""
+        """Return the table of parameters that ``module`` itself holds, by name: the framework's own table. The table
+        lacks parameters that a parametrization has replaced. A tensor that is written to the table replaces the
+        parameter in the forward of ``module``. The tensor need not be a parameter."""
 
     @abstractmethod
     def set_buffer(self, module: Module, name: str, value: Tensor) -> None:
@@ -177,7 +177,8 @@ class ModuleRole(ABC):
         self, module: Module, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
     ) -> Any:
         """Call ``hook(module, args, output)`` after forward (``hook(module, args, kwargs, output)`` with
-        ``with_kwargs``). Its result, unless None, replaces the output. By default, a method of the module does it."""
+        ``with_kwargs``). Its result, unless None, replaces the output. The default calls the method of the same name of
+        ``module``."""
         return module.register_forward_hook(hook, prepend=prepend, with_kwargs=with_kwargs)
 
     def show_styles(self, module: Module) -> None:
@@ -187,11 +188,11 @@ class ModuleRole(ABC):
 
     @abstractmethod
     def replace_forward(self, module: Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
-        """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)``. ``forward`` is that of its class, or
-        its present replacement. Hooks run around it as before. A copy of the module runs it on itself. The module stays
-        an instance of its class, and becomes an instance of ``mixin``, which precedes it. A framework may move all
-        parameters of the subtree to another dtype or device. It does so inside the context that a method ``_moving()``
-        of ``mixin`` returns, if ``mixin`` has that method."""
+        """Let calls of ``module`` run ``make(forward)(module, *args, **kwargs)``. ``forward`` is the forward of its
+        class, or the present replacement. Hooks run as before. A copy of the module runs the new forward on itself. The
+        module stays an instance of its class, and becomes an instance of ``mixin``, which precedes it. A framework may
+        move all parameters of the subtree to another dtype or device. The move runs inside the context that
+        ``mixin._moving()`` returns, if ``mixin`` has that method."""
 
 
 def _kind_of(module: Module, kinds: Mapping[type, ModuleKind]) -> ModuleKind | None:

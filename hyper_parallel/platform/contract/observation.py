@@ -93,14 +93,14 @@ class ObservationRole:
         return nullcontext()
 
     def watch_steps(self, watcher: StepWatcher, calls: bool) -> AbstractContextManager[Any]:
-        """Return a context that reports optimizer steps to ``watcher``, and module calls if ``calls`` is True. It must
-        not change computations or communication. A backend that sees no such events reports none."""
+        """Return a context that reports optimizer steps to ``watcher``, and module calls if ``calls`` is True. The
+        context must not change computations or communication. A backend that sees no such events reports none."""
         return nullcontext()
 
     def on_gradient(self, x: Tensor, tell: Callable[[Tensor], None]) -> None:
         """Let backward call ``tell(cotangent)`` when the cotangent of ``x``, which requires a gradient, is complete.
         The graph does not change. Called with interception off: for a DTensor, ``x`` is the local tensor. A backend
-        that cannot do so never calls ``tell``."""
+        that cannot observe cotangents never calls ``tell``."""
         return
 
     def around_calls(
@@ -133,10 +133,10 @@ class ObservationRole:
         return None
 
     def follow(self, follower: Follower) -> AbstractContextManager[Any] | None:
-        """Return a context that passes each operation on plain tensors with a marked argument to ``follower``. A
-        function that is composed of operations may pass these instead. Results do not change. The program reads the
-        shapes of marked tensors from `Follower.sizes`. None if the backend cannot do so, or the code is being
-        compiled."""
+        """Return a context that passes each operation on plain tensors with a marked argument to ``follower``. For a
+        function that is composed of operations, ``follower`` may get these operations instead. Results do not change.
+        The program reads the shapes of marked tensors from `Follower.sizes`. None if the backend cannot follow
+        operations, or the code is being compiled."""
         return None
 
     def write_mark(self, x: Tensor, mark: Any) -> None:

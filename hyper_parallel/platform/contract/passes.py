@@ -30,8 +30,9 @@ class PassRole:
         return False
 
     def backward_pass(self) -> Any:
-        """Return an object that identifies the backward pass on this thread. It is equal within one pass, and differs
-        in a nested pass. Returns None outside, and in a backend that does not know when a pass ends."""
+        """Return an object that identifies the backward pass on this thread. The object is equal within one pass, and
+        differs in a nested pass. Returns None outside of backward, and in a backend that does not know when a pass
+        ends."""
         return None
 
     def after_backward(self, callback: Callable[[], None], failed: Callable[[], None] = lambda: None) -> None:
@@ -49,8 +50,8 @@ class PassRole:
 
         ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`.
         ``leads(ctx)`` returns whether the graph of the pass contains that function. A pass to given inputs may stop
-        before it. Data parallelism uses both to unshard parameters. A backend that cannot know never calls it; core
-        then rejects features that need it.
+        before it. Data parallelism unshards parameters in the callback. A backend that does not see this start never calls
+        it. Core then rejects features that need the callback.
         """
         return
 
@@ -69,7 +70,7 @@ class PassRole:
 
     def free_storage(self, x: Tensor) -> None:
         """Free the memory of ``x``, a plain tensor that occupies its entire storage. ``x``, its views and the tensors
-        that autograd saved of them stay the same objects. They are not read until `refill_storage`."""
+        that autograd saved of either stay the same objects. No code reads these tensors until `refill_storage`."""
         raise TypeError(f"{type(self).__name__} cannot free storage: its `frees_storage` is False")
 
     def refill_storage(self, x: Tensor, pieces: Sequence[Tensor]) -> None:
@@ -82,12 +83,12 @@ class PassServices(Protocol):
     """Services for a backend about the gradients of distributed tensors; a part of `Core`."""
 
     def to_owner(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the plain local gradient of a tensor of ``layout`` to the local tensor of the gradient that users
+        """Convert the plain local gradient of a tensor with ``layout`` to the local tensor of the DTensor that users
         get. In gradients of gradients, a value computed from the result counts once. Interception is off.
         """
 
     def to_summands(self, gradient: Tensor, layout: Layout) -> Tensor:
-        """Convert the local tensor of a user's gradient to the form that backward of a tensor of ``layout`` reads."""
+        """Convert the local tensor of a user's gradient to the local gradient with which backward continues."""
 
     def for_user(self, gradient: Tensor, layout: Layout) -> Any:
         """Return a gradient as a new DTensor, which users may see.
@@ -97,14 +98,14 @@ class PassServices(Protocol):
 
     def as_cotangent(self, gradient: Any, layout: Layout, what: str) -> Any:
         """Redistribute a user's gradient to the placements of gradients of a tensor of ``layout``. Raises TypeError if
-        it is not distributed, and ValueError if its shape differs; messages call it ``what``."""
+        the gradient is not distributed, and ValueError if its shape differs. Messages call the gradient ``what``."""
 
     def through_hook(self, hook: Callable[[Any], Any], gradient: Tensor, layout: Layout) -> Tensor | None:
         """Call a user's ``hook`` on the gradient of a tensor of ``layout`` as a DTensor. Returns the local gradient
         with which backward goes on, or None where the hook returns None."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
-        """Report ``error`` in a backward pass on ``meshes`` to the other ranks (`Platform.tell_of_failure`)."""
+        """Tell the other ranks of ``meshes`` that a backward pass raised ``error`` (`Platform.tell_of_failure`)."""
 
     def open_block(self) -> AbstractContextManager[Any] | None:
         """Return a nested `coalesce_gradients` block if the caller is inside such a block, else None."""

@@ -1,9 +1,8 @@
 """Programs of modules with styles, and the table of steps that programs are made of.
 
-A step changes how a tensor is held on a mesh dimension: replicated, sharded along a dimension, or partial.
-
-Core, torch's tracer and MindSpore's graph cells implement the same movements of data. All of them look up here which
-step converts a tensor, and which step its cotangent takes. `core.communication.transitions` has the reasons.
+A step changes the placement of a tensor on a mesh dimension. Core, torch's tracer and MindSpore's graph cells each
+implement the same steps. All three look up here which step converts a tensor, and which step converts its cotangent.
+`core.communication.transitions` has the reasons.
 """
 
 from __future__ import annotations
@@ -162,7 +161,8 @@ class Program:
 
     @property
     def key(self) -> tuple:
-        """All facts apart from the mesh and its group. Equivalent modules have equal keys, and share compiled code."""
+        """All facts of the program except the mesh and its group. Equivalent modules have equal keys, and share
+        compiled code."""
         facts = {**vars(self), "layouts": tuple(self.layouts.items())}
         return tuple(facts[name] for name in facts if name not in ("mesh", "group"))
 

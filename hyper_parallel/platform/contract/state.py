@@ -43,16 +43,16 @@ class StateRole:
     dtypes: Mapping[str, Any] = MappingProxyType({})
 
     def saved_tensors(self: Any, module: Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield (path, tensor) for the parameters and buffers of a module and its submodules that a checkpoint saves. A
-        tied tensor appears under each of its paths."""
+        """Yield (path, tensor) for each parameter and buffer that a checkpoint of the module saves, submodules
+        included. A tied tensor appears under each of its paths."""
         for path, submodule in self.named_modules(module):
             for name, x in [*self.named_parameters(submodule), *self.named_buffers(submodule)]:
                 yield f"{path}.{name}" if path else name, x
 
     def give_memory(self, x: Tensor) -> None:
         """Allocate memory on this rank's device for a parameter or buffer without values (`TensorRole.is_meta`). A
-        distributed tensor gets memory for this rank's shard. It stays the same object, with the same layout and
-        undefined values."""
+        distributed tensor gets memory for this rank's shard. The tensor stays the same object, with the same layout.
+        Its values are undefined."""
         raise TypeError(f"{type(self).__name__} cannot allocate memory for tensors on the meta device")
 
     def is_optimizer(self, x: Any) -> bool:
@@ -69,14 +69,14 @@ class StateRole:
         raise TypeError(f"{type(self).__name__} does not support optimizers")
 
     def host_memory(self: Any, x: Tensor) -> memoryview:
-        """Return the bytes of `bytes_of` for immediate reading. They may share the memory of ``x``, and change with
-        it."""
+        """Return the bytes of `bytes_of` for immediate reading. The bytes may be the memory of ``x`` itself, and change
+        with ``x``."""
         return memoryview(self.bytes_of(x))
 
     def from_bytes(self, values: Any, shape: Sequence[int], dtype: Any) -> Tensor:
         """Make a plain tensor of that shape and dtype, on this rank's device, from bytes in the format of `bytes_of`.
-        ``values`` is any object with the buffer protocol. The tensor may take over its memory. Checkpoints are read
-        with this verb; a backend without it reads none."""
+        ``values`` is any object with the buffer protocol. The tensor may take over the memory of ``values``.
+        Checkpoints are read with this verb; a backend without it cannot read any."""
         raise TypeError(f"{type(self).__name__} does not support tensors of bytes")
 
     def write_bytes(self: Any, x: Tensor, size: int, fill: Callable[[memoryview], None]) -> None:

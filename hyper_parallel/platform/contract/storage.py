@@ -25,8 +25,8 @@ class StorageRole(ABC):
         return []
 
     def span(self, x: Tensor) -> tuple[str, int, int] | None:
-        """Return where a plain tensor with values lies: its device, the address of its first byte, and that behind its
-        last. None if that is unknown. Called with interception off."""
+        """Return the memory of a plain tensor with values: its device, the address of its first byte, and the end
+        address. None if these are unknown. Called with interception off."""
         return None
 
     #: Whether ``_version`` of a tensor counts every write to it, including those of optimizers.

@@ -32,13 +32,13 @@ class TensorRole(ABC):
     copies_offsets: bool = False
 
     def is_tensor(self, x: Any) -> bool:
-        """Return whether ``x`` is a tensor of the framework (distributed ones included)."""
+        """Return whether ``x`` is a tensor of the framework (including DTensors)."""
         return isinstance(x, self.Tensor)
 
     def foreign_tensor(self, x: Any) -> str | None:
-        """Describe ``x`` for messages, with a remedy, if it cannot be a local tensor of a DTensor, or meet one. Such
+        """Describe ``x``, with a remedy, if it cannot be the local tensor of a DTensor, or cannot meet DTensors. Such
         tensors compute in their own way, or are not stored as one dense array. The description is like "a tensor of the
-        class ..., of torch.distributed.tensor". Other values give None."""
+        class ..., of torch.distributed.tensor". None for all other values."""
         return None
 
     @abstractmethod
@@ -64,7 +64,7 @@ class TensorRole(ABC):
 
     @abstractmethod
     def write(self, x: Tensor, values: Tensor) -> None:
-        """Overwrite the values of a plain parameter or buffer with those of a plain tensor of its shape and dtype. It
+        """Overwrite the values of a plain parameter or buffer with a plain tensor of the same shape and dtype. ``x``
         stays the same object, on its device. Called without gradients."""
 
     def watch(self: Any, x: Tensor, operation: str) -> Callable[[], str]:
@@ -113,8 +113,8 @@ class TensorRole(ABC):
         ]
 
     def contiguous(self, x: Tensor) -> Tensor:
-        """Return ``x`` dense and in row-major order. The result may be ``x`` itself if that is so already.
-        Differentiable."""
+        """Return ``x`` dense and in row-major order. The result may be ``x`` itself, if ``x`` is dense and in this
+        order. Differentiable."""
         return self.clone(x)
 
     @abstractmethod
@@ -177,7 +177,7 @@ class TensorRole(ABC):
 
     @abstractmethod
     def gather(self, x: Tensor, dim: int, index: Tensor) -> Tensor:
-        """Return the elements of ``x`` at ``index``. The shape of ``index`` is that of ``x`` with size 1 along ``dim``.
+        """Return the elements of ``x`` at ``index``. ``index`` has the shape of ``x``, but size 1 along ``dim``.
         Differentiable."""
 
     @abstractmethod

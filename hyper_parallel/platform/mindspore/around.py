@@ -23,7 +23,7 @@ def around_calls(
 ) -> Callable[[], None]:
     """Call ``before`` and ``after`` around each call of a cell, and return a function that removes both.
 
-    Graphs are made of ``construct``, so they call neither function. See `Platform.around_calls`."""
+    Graphs contain ``construct`` alone, so they call neither function. See `Platform.around_calls`."""
     cls: Any = type(module)
     _AROUND[module] = before, after
     module.__class__ = _class_around(cls)

@@ -18,8 +18,8 @@ __all__ = ["make_dtensor_class"]
 def make_dtensor_class(mixin: type, core: Core) -> type:
     """Make the DTensor class from core's ``mixin`` and `InterceptedTensor`, and the class of distributed parameters.
 
-    All MindSpore platforms share the classes; the first call makes them. Tensors of a second class would leave the
-    fast paths of modules. Ranks with and without the second class would then issue different collectives.
+    All MindSpore platforms share the classes; the first call makes them. Tensors of a second class would not take the
+    fast paths of modules. Then ranks could issue different collectives.
     """
     if Classes.dtensor is not None:
         return Classes.dtensor

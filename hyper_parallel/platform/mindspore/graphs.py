@@ -1,8 +1,8 @@
-"""Graphs captured from the run of a function, or from its bytecode: DTensors are rejected there.
+"""Graphs captured from the run of a function, or from its bytecode, and the errors for DTensors in them.
 
-Such graphs would read a shard as if it were the full tensor. Each kind is entered at one place. There, everything that
-the function can reach is searched: arguments, closures, names of modules, attributes. A DTensor that appears later,
-while the run is recorded, is an error at that point. Graphs made from the source are in `compiled.parsing`.
+A graph would read a shard as if it were the full tensor. Before the capture, all objects that the function can reach
+are searched: arguments, closures, names of modules, attributes. A DTensor that appears later, while the run is
+recorded, is an error at that point. Graphs made from the source are in `compiled.parsing`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,8 @@ def checked_begin(original: Callable, name: str, *args: Any, **kwargs: Any) -> A
 
 
 def _forget_recording() -> None:
-    """End a recording that an error has left open. MindSpore does not, and then could compile nothing."""
+    """End a recording that an error has left open. MindSpore itself leaves it open, and could compile nothing
+    afterwards."""
     context = jit_trace._trace_jit_context
     jit_trace._trace_compile_cache.discard(context.phase)
     recorder = jit_trace.tr.get_instance()

@@ -1,4 +1,4 @@
-"""Tensors whose memory order differs from that of new tensors in MindSpore."""
+"""Tensors whose memory order differs from the memory order of new tensors in MindSpore."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ class ModuleVerbs:
 
 
 def _cast_inside(make: Callable[[Callable], Callable], forward: Callable) -> Callable:
-    """Return ``make(forward)`` in which ``forward`` alone is cast as requested by `Cell.to_float`. MindSpore would also
-    cast tensors around it, such as gathered parameters."""
+    """Return ``make(forward)``, in which the casts of `Cell.to_float` apply to ``forward`` alone. MindSpore would also
+    cast the tensors outside ``forward``, such as gathered parameters."""
 
     def cast(module: Any, *args: Any, **kwargs: Any) -> Any:
         kind = module.mixed_precision_type
@@ -183,7 +183,8 @@ def _computed_again(made: Any, construct: Callable) -> Any:
 def _class_with_replaced_forward(cls: type, mixin: type | None) -> type:
     """Return a subclass with the same name, which runs the forward that is stored on the cell.
 
-    The function is stored unbound, and a call passes it the called cell. So it also works in a copy of the cell.
+    The forward is stored unbound, and gets the called cell as its first argument. So it also works in a copy of the
+    cell.
     """
 
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:

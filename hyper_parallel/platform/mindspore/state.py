@@ -97,7 +97,7 @@ class StateVerbs:
 
 
 def _groups(optimizer: Any) -> list[tuple[Sequence[Any], dict[str, Any]]]:
-    """Return the parameters of each group, and its options."""
+    """Return the parameters and the options of each parameter group."""
     groups = getattr(optimizer, "param_groups", None)
     if groups is not None:
         return [(group["params"], group) for group in groups]
@@ -116,7 +116,7 @@ def _moment(optimizer: Any, attribute: str) -> Moment:
 
 
 def _per_parameter(optimizer: Any, count: int) -> dict[str, Sequence[Any]]:
-    """Return attribute -> a tensor for each parameter."""
+    """Return the state tensors by attribute name, in a list with a tensor for each parameter."""
     found: dict[str, Sequence[Any]] = {}
     for attribute, value in vars(optimizer).items():
         if attribute in ("parameters", "_parameters", "params") or not isinstance(value, (tuple, list)):
@@ -153,7 +153,7 @@ def _one(value: Any) -> Any:
 
 
 def _put(held: Any, number: float) -> None:
-    """Write a number in place: a compiled step would not see other memory (`set_data`)."""
+    """Write a number in place. A compiled step would not see the new memory that `set_data` gives."""
     with NoDispatch():
         held.copy_(ms.ops.full(tuple(held.shape), number, dtype=held.dtype))
 
@@ -214,7 +214,8 @@ def _set_options(optimizer: Any, options: Sequence[dict[str, Any]]) -> None:
 
 
 def _like(held: Any, value: Any) -> Any:
-    """Return a number of the existing type: a compiled step distinguishes 0 from 0.0, torch does not."""
+    """Convert a number to the type of the existing number. A compiled step distinguishes 0 from 0.0, and torch does
+    not."""
     if isinstance(held, (tuple, list)) and isinstance(value, (tuple, list)) and len(held) == len(value):
         return type(held)(map(_like, held, value))
     return float(value) if isinstance(held, float) and type(value) is int else value

@@ -1,7 +1,8 @@
 """Torch's names of the parameters of MindSpore's cells and of the state of its optimizers: data alone.
 
-A name that is missing here is the same in both frameworks. All parameters have the same layout in both, (out, in) for
-linear layers too. Kernels of 1-D convolutions have an additional dimension of size 1 here.
+A name that is missing here is the same in both frameworks. A parameter has the same order of dimensions in both
+frameworks: also (out, in) for linear layers. In MindSpore, kernels of 1-D convolutions have an additional dimension of
+size 1.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 def _import_torch() -> None:
     """Import torch, also where torch_npu is installed without CANN.
 
-    ``import torch`` loads torch_npu through an entry point and fails if that fails; a second attempt breaks torch
-    itself. So torch is imported without such extensions first. They are loaded afterwards, where a failure does not
-    affect torch.
+    ``import torch`` loads torch_npu through an entry point. If torch_npu fails, the import of torch fails, and a second
+    attempt breaks torch itself. So torch is imported without such extensions first. The extensions are loaded
+    afterwards, where a failure does not affect torch.
     """
     if "torch" in sys.modules or importlib.util.find_spec("torch_npu") is None or os.environ.get(_AUTOLOAD) == "0":
         import torch

@@ -1,4 +1,4 @@
-"""Attention of torch for sharded sequences: a mode intercepts its attention function on plain tensors."""
+"""Attention of torch for sharded sequences: a mode intercepts torch's attention function on plain tensors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _OUTER = frozenset(
 def _body(function: Callable, engine: Any) -> Callable:
     """Return the Python code of a function of `_OUTER`, as it runs on plain tensors.
 
-    ``engine`` is the function that this code calls. Patches replace it, so it is part of the cache key.
+    ``engine`` is the function that this code calls. Patches replace ``engine``, so it is part of the cache key.
     """
     return body_of(function)
 
@@ -137,8 +137,8 @@ class AttentionVerbs(Platform):
         return calls
 
     def attention_part(self, q: Any, k: Any, v: Any, causal: bool, scale: float) -> tuple[Any, Any]:
-        """Return the attention to these keys alone, and the log-sum-exp of the scores. It uses torch's flash attention,
-        which stores no scores, where that supports the tensors."""
+        """Return the attention to these keys alone, and the log-sum-exp of the scores. Torch's flash attention, which
+        stores no scores, is used for tensors that it supports."""
         if _on_cpu(q, v):
             out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
         elif _on_gpu(q, v):
@@ -155,7 +155,7 @@ class AttentionVerbs(Platform):
     def attention_part_gradients(
         self, g: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float
     ) -> tuple[Any, Any, Any]:
-        """Return the contributions of these keys to the cotangents. The kernels are those of `attention_part`."""
+        """Return the contributions of these keys to the cotangents. The kernels are the same as in `attention_part`."""
         if _on_cpu(q, v):
             found = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
                 g, q, k, v, out, lse.squeeze(-1), 0.0, causal, scale=scale

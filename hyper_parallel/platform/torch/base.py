@@ -157,8 +157,8 @@ class TorchPlatform(
         torch._foreach_copy_([part.view(piece.shape) for part, piece in zip(parts, pieces, strict=True)], pieces)
 
     def watch(self, x: torch.Tensor, operation: str) -> Callable[[], str]:
-        """Return a function that reports later writes to ``x``. Torch counts no writes to running statistics, nor in
-        inference mode, so values are compared there."""
+        """Return a function that reports later writes to ``x``. Torch counts no writes to running statistics, and none
+        in inference mode. In these cases values are compared."""
         if operation.endswith(_UNCOUNTED) or torch.is_inference_mode_enabled() or x.is_inference():
             return super().watch(x, operation)
         version, node = x._version, x.grad_fn
@@ -201,7 +201,7 @@ class TorchPlatform(
         return in_loss_parallel()
 
     def other_names(self, function: Any) -> Sequence[Any]:
-        """Return the packet of an overload, and public functions without a row that compute the same."""
+        """Return operations without a row that are equivalent to an overload: its packet, and public functions."""
         if not isinstance(function, OpOverload) or function._overloadname != "default":
             return ()
         packet = function.overloadpacket

@@ -1,4 +1,5 @@
-"""Losses of plain logits that reject one rank's shard of the classes, because it would be taken for all classes."""
+"""Losses of plain logits that reject one rank's shard of the classes. Torch's own losses would take the shard for all
+classes."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ def whole_classes_only(original: Callable) -> Callable:
 def both_overridable(original: Callable) -> Callable:
     """Wrap the compiler's list of overridable functions, so that it contains the losses and their replacements.
 
-    Torch makes the list once, before or after these losses were replaced. The same holds for the list of functions that
-    are one operation of a graph.
+    Torch makes the list once, perhaps before these losses were replaced, perhaps later. Also used for the list of
+    functions that are one operation of a graph.
     """
 
     @functools.cache

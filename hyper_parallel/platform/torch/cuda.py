@@ -1,4 +1,4 @@
-"""torch on NVIDIA GPUs (and AMD ones, which torch calls cuda too), with nccl."""
+"""torch with nccl on NVIDIA GPUs, and on AMD GPUs, which torch calls cuda too."""
 
 from __future__ import annotations
 

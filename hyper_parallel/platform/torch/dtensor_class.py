@@ -3,10 +3,10 @@
 Below Python, torch sees an ordinary tensor of the local shape. Functions called in Python arrive at
 ``__torch_function__``, which looks up the function once:
 
-* `tensor.HANDLERS` holds handlers for calls other than operations: metadata, ``.grad``, backward, hooks. Optimizers'
-  kernels and random initialisation are there too (the modules of `platform.torch.handlers`).
-* `op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row.
-* Everything else goes to core's dispatch without a row, which gathers the operands.
+* `tensor.HANDLERS` holds handlers for calls other than operations: metadata, ``.grad``, backward, hooks. This table
+also holds optimizers' kernels and random initialisation (the modules of `platform.torch.handlers`). *
+`op_table.OP_TABLE` holds the operations, which go to core's dispatch with their row. * Everything else goes to core's
+dispatch without a row, which gathers the operands.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _local_property(name: str, base: Any) -> property:
 
 
 def _complex_part(name: str) -> property:
-    """Return the property ``x.real`` or ``x.imag``. Torch cannot intercept writes to these."""
+    """Return the property ``x.real`` or ``x.imag``. Torch cannot intercept writes to such properties."""
     read = getattr(Tensor, name).__get__
 
     def set_part(self: Any, value: Any) -> None:
@@ -61,8 +61,9 @@ def _complex_part(name: str) -> property:
 def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
     """Make the DTensor class of this platform. All torch platforms share the class; the first call makes it.
 
-    ``base`` is the class of local tensors. It differs where torch's own tensors are a subclass that computes by
-    ``__torch_dispatch__``. A change of ``__class__`` must keep that: tests with fake tensors pass ``FakeTensor``.
+    ``base`` is the class of local tensors. Another base is needed for local tensors that compute by
+    ``__torch_dispatch__``: a change of ``__class__`` must keep this method. For instance, tests with fake tensors pass
+    ``FakeTensor``.
     """
     if State.tensor_class is not None:
         if not issubclass(State.tensor_class, mixin):

@@ -1,7 +1,7 @@
 """Functions of `torch.nn.functional` that are Python wrappers of one native function.
 
 torch passes such a function with all its arguments named. Calling it again on the local tensors would repeat the work
-in Python. So the native function that it would call in the end is dispatched directly.
+in Python. So the native function below the wrapper is dispatched directly.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _NOTHING: dict[str, Any] = {}
 def direct_calls(handlers: Mapping[Any, Handler]) -> dict[Any, Handler]:
     """Return handlers for activations and softmaxes of `torch.nn.functional`.
 
-    They call the handlers of the native functions. ``handlers`` contains the handlers of all of these functions.
+    These handlers call the handlers of the native functions. ``handlers`` contains the handlers of the native functions
+    too.
     """
     return {
         **{func: _activation(native, handlers[native], handlers[func]) for func, native in _ACTIVATIONS.items()},

@@ -1,8 +1,8 @@
 """Linear layers fused with the collective before or after them in one operator of torch_npu, which overlaps the two.
 
 The backward of a fused operator is another fused operator. Matmul with reduce-scatter has all-gather with matmul as its
-backward, and vice versa. The limits in `applies` are those that torch_npu 2.13 documents for the plain forms without
-quantisation. The operators are npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base.
+backward, and vice versa. `applies` has the limits that torch_npu 2.13 documents for operators without quantisation. The
+operators are npu_mm_all_reduce_base, npu_all_gather_base_mm and npu_mm_reduce_scatter_base.
 
 Source: ``torch_npu/_op_plugin_docs.py``; Megatron-LM's sequence parallelism (Korthikanti et al. 2022).
 """
@@ -85,8 +85,8 @@ def communicator(group: Any) -> str:
 
 
 class _Fused:
-    """Products and their collective in one operator. It has the methods of `overlap._Chunked`, with all rows in one
-    chunk."""
+    """Products and their collective in one operator. The class has the methods of `overlap._Chunked`, with all rows in
+    one chunk."""
 
     def __init__(self, how: LinearCollective) -> None:
         self.how = how

@@ -98,8 +98,8 @@ class TorchMetaPlatform(TorchCpuPlatform):
         return _META
 
     def to_device(self, x: Tensor) -> Tensor:
-        """Return ``x`` on the meta device without values. It is detached from the graph of ``x``, because no gradient
-        can return."""
+        """Return ``x`` on the meta device without values. The result is detached from the graph of ``x``, because no
+        gradient can go back to ``x``."""
         self.check_local(x)
         if x.is_meta:
             return x

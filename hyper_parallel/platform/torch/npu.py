@@ -39,10 +39,11 @@ _REDUCE_SCATTERED = dict.fromkeys(("sum", "max", "min", "product"), _FLOATS | _I
 
 
 class TorchNpuPlatform(TorchPlatform):
-    """`torch-npu`. The facts about HCCL were read off torch_npu 2.13. It has no reductions of float64, uint16, uint32
-    and fp8. Its reduce_scatter also lacks uint8, bool and complex64. Collectives that only move data take every dtype.
+    """`torch-npu`.
 
-    Ascend 910A and 310P have no bfloat16: there it is rejected wherever a tensor is distributed, made or communicated.
+    The facts about HCCL come from torch_npu 2.13. HCCL has no reductions of float64, uint16, uint32 and fp8. Its
+    reduce_scatter also lacks uint8, bool and complex64. Collectives that only move data take every dtype. Ascend 910A
+    and 310P have no bfloat16. On them, distributing, making or communicating a bfloat16 tensor raises.
     """
 
     name = "torch-npu"
@@ -79,8 +80,8 @@ class TorchNpuPlatform(TorchPlatform):
         return None
 
     def is_communication_failure(self, error: Exception) -> bool:
-        """Return whether ``error`` means that a rank did not take part in a collective. Background errors reach only a
-        watchdog."""
+        """Return whether ``error`` means that a rank did not take part in a collective. Errors that HCCL meets in the
+        background reach only its watchdog."""
         return super().is_communication_failure(error) or bool(_LOST.search(str(error)))
 
     def profiler_range(self, name: str) -> Callable[[], None] | None:
@@ -116,8 +117,8 @@ class TorchNpuPlatform(TorchPlatform):
         return super().factory(name, shape, fill_value, dtype)
 
     def _check_bfloat16(self, what: str) -> None:
-        """Raise TypeError if the device does not compute in bfloat16. Otherwise its kernels and HCCL's reductions would
-        fail one by one, or, as conversions do, continue silently. All NPUs of a job are of one kind, so all ranks
+        """Raise TypeError if the device does not compute in bfloat16. Without this check, kernels and HCCL's reductions
+        would fail one by one, and conversions would continue silently. All NPUs of a job are of one kind, so all ranks
         raise."""
         if not self._has_bfloat16:
             name = self.device_module().get_device_name()

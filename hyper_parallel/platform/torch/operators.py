@@ -1,8 +1,8 @@
 """Python operators of the DTensor class, and the methods that compute.
 
-They are defined on the class instead of being inherited from `torch.Tensor`. Its entry into ``__torch_function__`` is
-slower, by a third of the time of a view. It also turns every TypeError inside an operator into "unsupported operand
-type(s)", whatever the error said.
+The class defines them, instead of inheriting them from `torch.Tensor`. Operators of `torch.Tensor` enter
+``__torch_function__`` more slowly, by a third of the time of a view. Inherited operators also replace the message of
+every TypeError by "unsupported operand type(s)".
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ _optional = partial(_patch, required=False)
 
 
 def _clipping(private: str, public: str, make: Callable[[Any], Any], parameters: str) -> Patch:
-    """Patch a clipping function under its private name, which torch's functions call, and its public one."""
+    """Patch a clipping function under its public name, and under the private name that torch's functions call."""
     targets = (f"torch.nn.utils.clip_grad.{private}", f"torch.nn.utils.{public}")
     reason = "clipping is right and slow, every operation intercepted; an error with parameters on several meshes"
     return Patch(targets, reason, _TESTED, make, check=takes(parameters), required=False)

@@ -1,8 +1,9 @@
-"""Adapters, through which the conformance suite calls frameworks: `get_adapter` returns the one of the tested backend.
+"""Adapters, through which the conformance suite calls frameworks. `get_adapter` returns the adapter of the tested
+backend.
 
 An adapter has the framework's own operations and modules under common names, conversions from and to NumPy, and
-gradients. `hyper_parallel.testing.adapters.protocol.Adapter` lists them. An adapter contains no code for distributed
-tensors: the suite calls the same functions on plain tensors, as the reference, and on DTensors.
+gradients. `hyper_parallel.testing.adapters.protocol.Adapter` lists these names. An adapter contains no code for
+distributed tensors: the suite calls the same functions on plain tensors, as the reference, and on DTensors.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _BUILT_IN = {
 
 
 class AdapterError(RuntimeError):
-    """Raised for a backend without an adapter, or with an incomplete one. The message has the remedy."""
+    """Raised for a backend without an adapter, or with an incomplete adapter. The message has the remedy."""
 
 
 def adapter_of(backend: str) -> str:

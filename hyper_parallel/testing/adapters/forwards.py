@@ -8,7 +8,8 @@ import numpy as np
 
 
 def grouped_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """Return attention with fewer key and value heads than query heads. It normalizes heads if the module has norms."""
+    """Return attention with fewer key and value heads than query heads. Heads are normalized if the module has
+    norms."""
     q, k, v = module.wq(x), module.wk(x), module.wv(x)
     return module.wo(_attend(adapter, module, x, q, k, v))
 
@@ -16,7 +17,7 @@ def grouped_attention(adapter: Any, module: Any, x: Any) -> Any:
 def fused_attention(adapter: Any, module: Any, x: Any) -> Any:
     """Return grouped attention with one weight for query, key and value.
 
-    The output is split by proportion, so that the code also fits a shard.
+    The output is split in proportion to the numbers of heads, so that the code also runs on a shard.
     """
     qkv = module.wqkv(x)
     every = (module.num_heads, module.num_kv_heads, module.num_kv_heads)
@@ -106,7 +107,8 @@ def sparse_block(adapter: Any, module: Any, x: Any) -> Any:
 
 
 def causal_attention(adapter: Any, module: Any, x: Any) -> Any:
-    """Return causal attention by the function that sharded sequences intercept; also correct for empty tensors."""
+    """Return causal attention, computed by the framework's function that context parallelism intercepts. The result is
+    also correct for empty tensors."""
     batch, length = x.shape[0], x.shape[1]
     q, k, v = (
         adapter.transpose(adapter.reshape(y, (batch, length, y.shape[-1] // module.head_dim, module.head_dim)), 1, 2)

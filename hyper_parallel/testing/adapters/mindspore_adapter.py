@@ -39,7 +39,7 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """Call ``function`` on plain tensors; it returns ``(loss, value)``.
+    """Call ``function``, which returns ``(loss, value)``, on plain tensors.
 
     Return the value, and the gradients of the loss with respect to the arguments. The gradient is None for arguments
     that are not floating point.
@@ -65,8 +65,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Cell, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module`` by name.
-    The gradient is None for a parameter without one."""
+    """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module`` by name. A
+    parameter without gradient has None."""
     named = dict(module.parameters_and_names())
     trainable = {name: p for name, p in named.items() if p.requires_grad}
     values: list[Any] = []
@@ -92,7 +92,7 @@ def second_order(
 ) -> list[np.ndarray]:
     """Return the gradient of ``combine(gradients)`` with respect to each argument.
 
-    ``combine`` returns a scalar of the gradients of ``function``.
+    ``combine`` computes a scalar from the gradients of ``function``.
     """
     places = tuple(range(len(arrays)))
 
@@ -103,7 +103,7 @@ def second_order(
 
 
 def _as_tuple(grads: Any) -> tuple:
-    """Return gradients as a tuple: MindSpore returns a single gradient bare."""
+    """Return gradients as a tuple: MindSpore returns a single gradient without a tuple."""
     return grads if isinstance(grads, tuple) else (grads,)
 
 
@@ -688,7 +688,8 @@ def _own_inverse() -> ops.Custom:
 
 
 def unruled(x: Any) -> Any:
-    """Apply a user-defined inverse, for which the library has no rule. It has a rule for MindSpore's inverse."""
+    """Apply a user-defined inverse, for which the library has no rule. The library has a rule for MindSpore's own
+    inverse."""
     return _own_inverse()(x)
 
 

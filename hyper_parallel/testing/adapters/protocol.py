@@ -1,7 +1,8 @@
 """Protocol between the conformance suite and a framework: the names that an adapter must have.
 
-An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are examples.
-The forwards of models are in `forwards` there, and an adapter only calls them. A backend on torch uses torch's adapter.
+An adapter is a module. `torch_adapter` and `mindspore_adapter` in `hyper_parallel.testing.adapters` are examples. The
+forwards of models are in `hyper_parallel.testing.adapters.forwards`, and an adapter only calls them. A backend on torch
+uses torch's adapter.
 
 "Tensor" below is a tensor of the framework, plain or distributed: every operation must accept both. The suite checks
 that user code runs unchanged. So an adapter should call the functions that users call.
@@ -71,7 +72,7 @@ class Adapter(Protocol):
     def value_and_grads(
         self, function: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> tuple[Any, list[np.ndarray | None]]:
-        """Call ``function`` on plain tensors made of ``arrays``; it returns ``(loss, value)``.
+        """Call ``function``, which returns ``(loss, value)``, on plain tensors made of ``arrays``.
 
         Returns the value, and the gradients of the loss with respect to the arguments. An unused argument has zeros as
         gradient. The gradient is None for arguments that are not floating point.
@@ -82,15 +83,15 @@ class Adapter(Protocol):
     ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
         """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module``.
 
-        Gradients are by name and as the framework shows them to users, or None for a parameter without one. Earlier
-        gradients are cleared first."""
+        Gradients are listed by name, as the framework shows them to users; None for a parameter without gradient.
+        Earlier gradients are cleared first."""
 
     def second_order(
         self, function: Callable[..., Any], combine: Callable[..., Any], arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Return the gradient of ``combine(gradients)`` with respect to each argument.
 
-        The gradients are those of ``function``, a loss of plain tensors, and ``combine`` returns a scalar.
+        ``function`` is a loss of plain tensors. ``combine`` computes a scalar from its gradients.
         """
 
     def sgd(self, module: Module, rate: float) -> Callable[[dict[str, Any]], None]:
@@ -99,12 +100,12 @@ class Adapter(Protocol):
     def optimizer(self, module: Module, name: str, rate: float) -> tuple[Any, Callable[[dict[str, Any]], None]]:
         """Return one of the framework's optimizers for the trained parameters of ``module``, and a step function.
 
-        The step function is called like that of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and
+        The step function is called like the result of `sgd`. Names are ``"adamw"``, with betas 0.9 and 0.95, and
         ``"momentum"``, SGD with momentum 0.9. Required if the platform knows optimizers (`Platform.is_optimizer`)."""
 
     def clip(self, module: Module, grads: dict[str, Any], norm: float) -> dict[str, Any]:
         """Return the gradients of `model_value_and_grads`, clipped by the framework to a total norm of at most
-        ``norm``. Required if `optimizer` is."""
+        ``norm``. Required if `optimizer` is required."""
 
     def load(self, module: Module, rng: np.random.Generator, dtype: Any = np.float32) -> Module:
         """Set every parameter to 0.3 times standard normal numbers of this dtype, drawn in the order of names. Return
@@ -152,7 +153,7 @@ class Adapter(Protocol):
         """``norm1``, ``attention`` (`Attention`), ``norm2``, ``feed_forward`` with ``w1``, ``w2``, ``w3`` and SiLU."""
 
     def Tied(self, vocabulary: int, features: int) -> Module:
-        """Module ``head(tanh(embedding(ids)))``, where both layers have one parameter."""
+        """Module ``head(tanh(embedding(ids)))``, where both layers share one parameter."""
 
     def RmsNorm(self, features: int) -> Module:
         """`rms_norm` with a ``weight``."""
@@ -185,7 +186,7 @@ class Adapter(Protocol):
         self, vocabulary: int, features: int, hidden: int, head_dim: int, experts: int, k: int, by_index: bool
     ) -> Module:
         """A language model for ids (batch, length): ``embedding``, ``layers`` and ``head``. ``layers`` is a list of two
-        modules with the forward `forwards.sparse_block`. Required if `optimizer` is."""
+        modules with the forward `forwards.sparse_block`. Required if `optimizer` is required."""
 
     def CausalAttention(self, heads: int, kv_heads: int, head_dim: int) -> Module:
         """`forwards.causal_attention`: linear layers ``wq``, ``wk``, ``wv``, ``wo`` without bias, and ``head_dim``."""
@@ -256,7 +257,7 @@ class Adapter(Protocol):
         """``x`` where ``condition``, else ``y``."""
 
     def sign(self, x: Tensor) -> Tensor:
-        """-1, 0 or 1."""
+        """Sign of each element: -1, 0 or 1."""
 
     def softmax(self, x: Tensor, dim: int) -> Tensor:
         """Softmax along ``dim``."""
@@ -325,7 +326,8 @@ class Adapter(Protocol):
         """Take elements of ``x`` along ``dim`` at ``index``, which has as many dimensions as ``x``."""
 
     def topk(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the ``k`` largest elements along the last dimension, and their indices. Required if `optimizer` is."""
+        """Return the ``k`` largest elements along the last dimension, and their indices. Required if `optimizer` is
+        required."""
 
     def diagonal(self, x: Tensor, offset: int, a: int, b: int) -> Tensor:
         """Return a diagonal of the dimensions ``a`` and ``b``."""
@@ -334,14 +336,14 @@ class Adapter(Protocol):
         """Return a view of the memory of ``x``, for random programs; not required if ``FUZZ_LIMITS`` excludes it."""
 
     def leaf(self, x: Tensor) -> Tensor:
-        """Return ``x`` without its autograd history; it requires gradients if tensors of the framework can."""
+        """Return ``x`` without its autograd history; the result requires gradients if the framework's tensors can."""
 
     def masked_fill(self, x: Tensor, mask: Tensor, value: float) -> Tensor:
         """Return ``value`` where ``mask`` is true, else ``x``."""
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, epsilon: float = 1e-5) -> Tensor:
         """Normalize over the dimensions of ``weight``. ``epsilon`` is passed by keyword if the framework's function has
-        that name."""
+        such a parameter."""
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Normalize over the dimensions of ``weight``, with epsilon 1e-5."""
@@ -386,7 +388,7 @@ class Adapter(Protocol):
         """Normalisation over the first dimension as in training, which writes the running statistics."""
 
     def custom(self, x: Tensor) -> Tensor:
-        """Apply an elementwise operation without a sharding rule. A check registers one under `CUSTOM`."""
+        """Apply an elementwise operation without a sharding rule. A check registers a rule for it under `CUSTOM`."""
 
 
 def missing_names(adapter: Any) -> list[str]:

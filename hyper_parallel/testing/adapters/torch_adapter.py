@@ -38,7 +38,7 @@ def numpy(x: Any) -> np.ndarray:
 
 
 def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) -> tuple[Any, list[np.ndarray | None]]:
-    """Call ``function`` on plain leaf tensors; it returns ``(loss, value)``.
+    """Call ``function``, which returns ``(loss, value)``, on plain leaf tensors.
 
     Return the value, and the gradients of the loss with respect to the arguments. The gradient is None for arguments
     that are not floating point.
@@ -58,8 +58,8 @@ def value_and_grads(function: Callable[..., Any], arrays: Sequence[np.ndarray]) 
 def model_value_and_grads(
     module: nn.Module, function: Callable[[Any], Any], array: np.ndarray
 ) -> tuple[Any, np.ndarray | None, dict[str, Any]]:
-    """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module`` by name.
-    The gradient is None for a parameter without one."""
+    """Return `value_and_grads` of a function of one input, and the gradient of every parameter of ``module`` by name. A
+    parameter without gradient has None."""
     module.zero_grad()
     value, (grad,) = value_and_grads(function, [array])
     return value, grad, {name: p.grad for name, p in module.named_parameters()}
@@ -70,7 +70,7 @@ def second_order(
 ) -> list[np.ndarray]:
     """Return the gradient of ``combine(gradients)`` with respect to each argument.
 
-    ``combine`` returns a scalar of the gradients of ``function``.
+    ``combine`` computes a scalar from the gradients of ``function``.
     """
     leaves = [tensor(a).requires_grad_(True) for a in arrays]
     combine(*torch.autograd.grad(function(*leaves), leaves, create_graph=True)).backward()

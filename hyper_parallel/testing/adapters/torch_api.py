@@ -60,8 +60,8 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
 
 
 def _is_torchs(cls: type) -> bool:
-    """Return whether a class belongs to torch's distributed tensors. Bases from C++ bindings, and the general base
-    class of a debug mode, do not.
+    """Return whether a class belongs to torch's distributed tensors. Returns False for base classes from C++ bindings,
+    and for the general base class of a debug mode.
     """
     return cls.__module__.startswith(("torch.distributed", "torch._C._distributed"))
 

@@ -1,4 +1,5 @@
-"""One network device of gloo for all process groups of a worker, and a store. Only this machine can reach them.
+"""One network device of gloo for all process groups of a worker, and a store. Only this machine can reach device and
+store.
 
 Torch makes a device for each group, and each device has a thread that wakes a hundred times a second. A worker of the
 pool makes a hundred groups in a run of the tests: their threads took two thirds of its processor time.
@@ -17,7 +18,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def serve_on_loopback(port: int, size: int) -> Any:
-    """Serve the store at which the workers meet; the caller keeps it alive until they have met.
+    """Serve the store at which the workers meet. The caller keeps the store alive until all workers have met.
 
     `torch.distributed` uses it in place of its own store, which would listen on all interfaces.
 

@@ -74,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def backend_of(name: str) -> Platform:
-    """Return the tested backend. Check that it is registered under the name in its class.
+    """Return the tested backend. Check that the backend is registered under the name that its class states.
 
     Raises:
         PlatformError: when it is not known, cannot run here, or is registered under another name. A program that
@@ -94,8 +94,7 @@ def backend_of(name: str) -> Platform:
 
 
 def comm_backend_of(backend: Platform) -> str:
-    """Return the communication backend: the backend's own, unless an environment variable names another one, as torch
-    backends allow."""
+    """Return the name of the communication backend. An environment variable can select it for torch backends."""
     chosen = os.environ.get("HYPER_PARALLEL_TORCH_BACKEND", "").strip().lower()
     return chosen if chosen and backend.Tensor.__module__.split(".")[0] == "torch" else backend.comm_backend
 

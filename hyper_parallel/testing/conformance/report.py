@@ -58,7 +58,7 @@ class Report:
     seconds: float = 0.0
 
     def group(self, name: str) -> Group:
-        """Return the group ``name``. It is added to the table if it is new."""
+        """Return the group ``name``. A new group is added to the table."""
         return self.groups.setdefault(name, Group(name))
 
     @property

@@ -122,10 +122,9 @@ def test_keys_and_values_of_a_latent(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def read_by_some(mesh: Any) -> None:
-    """Check a replicated output that is multiplied by each rank's shard of features.
+    """Check a replicated output.
 
-    All its features are read, or the last few.
-    """
+    Each rank multiplies all or the last features by its shard of features."""
     adapter = get_adapter()
 
     def loss_of(model: Any) -> Any:
@@ -158,7 +157,7 @@ def test_an_output_that_is_read_by_parts(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def several_in_one(mesh: Any) -> None:
-    """Check layers with two or three times the input features of the next layer, under all known names."""
+    """Check layers whose output has two or three times the input features of the next layer, under all known names."""
     for name in ("qkv", "proj_in", "w1"):
         for attributes in ({}, {"head_dim": 4}, {"hidden_size": 24}):
             for times, word in ((2, "twice"), (3, "three times")):

@@ -40,7 +40,7 @@ class Setup(NamedTuple):
         return f"{'x'.join(map(str, self.shape))} {self.dp}"
 
     def mesh(self) -> Any:
-        """Return the mesh of the setup, or None on a rank outside it. All ranks of the pool must call it."""
+        """Return the mesh of the setup, or None on a rank outside it. All ranks of the pool must make this call."""
         names = ("dp", "tp") if len(self.shape) == 2 else ("tp",) if self.dp == "none" else ("dp",)
         return spmd.device_mesh(*self.shape, names=names)
 
@@ -165,12 +165,12 @@ def load_new(setup: Setup, path: str, name: str) -> Any:
 
 
 def all_have_come() -> None:
-    """Return when all ranks of the pool have called this."""
+    """Wait until all ranks of the pool have made this call."""
     Collective(spmd.device_mesh(4)).gather(None)
 
 
 def round_trips(name: str, directory: str, numbers: list[int]) -> list[Any]:
-    """Return the values that each setup saved, and the values that this setup and two other ones loaded."""
+    """Return the values that each setup saved, and the values that this setup and two other setups loaded."""
     found = []
     for number in numbers:
         setup = SETUPS[number]
@@ -183,13 +183,13 @@ def round_trips(name: str, directory: str, numbers: list[int]) -> list[Any]:
 
 
 def _own_setups(name: str) -> range:
-    """Return this model's share of the setups: the setups are divided between the models."""
+    """Return this model's share of the setups, which are divided between the models."""
     return range([*MODELS].index(name), len(SETUPS), len(MODELS))
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_round_trip(pool: Any, tmp_path: Path, name: str) -> None:
-    """Check that the mesh that saved, and two other meshes, load the saved values."""
+    """Check that the saved values are loaded on the same mesh, and on two other meshes."""
     # Over all models, the gate saves with each setup once.
     numbers = list(range(len(SETUPS)) if everything() else _own_setups(name))
     ranks = pool.run(4, round_trips, name, str(tmp_path), numbers)
@@ -271,7 +271,7 @@ def broken_runs(name: str, numbers: range, directory: str) -> list[Any]:
 @pytest.mark.parametrize("name", list(MODELS))
 def test_training_goes_on(pool: Any, tmp_path: Path, name: str) -> None:
     """Check that resumed training equals uninterrupted training: bit for bit on the same mesh, up to rounding on
-    another one."""
+    another mesh."""
     numbers = _own_setups(name)
     ranks = pool.run(4, broken_runs, name, numbers, str(tmp_path))
     for place, number in enumerate(numbers):

@@ -1,4 +1,5 @@
-"""Damaged, truncated, foreign and outdated files raise an error on all ranks, which names the file and the entry."""
+"""Checks that damaged, truncated, foreign and outdated files raise an error on all ranks. The error names the file and
+the entry."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ def state_of(mesh: Any, scale: int = 1) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------- how to damage a checkpoint
 def index(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    """Return a function that changes the parsed index."""
+    """Return a function that applies a change to the parsed index of a checkpoint."""
     return lambda path: change_index(path, change)
 
 
@@ -151,7 +152,7 @@ def replaced_by(name: str) -> Callable[[Path], None]:
 
 
 def foreign(*names: str) -> Callable[[Path], None]:
-    """Return a function that replaces the directory with one that has only files of these names."""
+    """Return a function that replaces the checkpoint by a directory with only files of these names."""
 
     def damage(path: Path) -> None:
         shutil.rmtree(path)
@@ -274,7 +275,7 @@ def load_error(path: Path, mesh: Any, **options: Any) -> str:
 
 @spmd.on_mesh()
 def damaged(mesh: Any, directory: str) -> dict[str, str]:
-    """Return the error of each damage."""
+    """Damage a checkpoint in each way, and return the error of each load."""
     ranks, whole = Collective(mesh), Path(directory) / "whole"
     save(state_of(mesh), whole, mesh=mesh)
     found = {}
@@ -318,8 +319,8 @@ def flipped(mesh: Any, directory: str) -> list[str]:
 
 @spmd.on_mesh()
 def shared_out(mesh: Any, directory: str) -> list[list[str]]:
-    """Return the entries whose checksums this rank compares: its share if all ranks ask for the same, otherwise all its
-    own."""
+    """Return the entries whose checksums this rank compares. If all ranks load the same entries, these are its share of
+    them. Otherwise the rank compares all entries that it loads."""
     adapter, names = get_adapter(), [f"x{i}" for i in range(6)]
     whole = {name: adapter.tensor(np.full(5, i, np.float32)) for i, name in enumerate(names)}
     path = save(whole, Path(directory) / "shared-out", mesh=mesh)
@@ -344,7 +345,7 @@ def shared_out(mesh: Any, directory: str) -> list[list[str]]:
 def late(mesh: Any, directory: str) -> list[str]:
     """Return the errors on all ranks if another program saves under the same name before this save ends.
 
-    Both kinds of saves are tried.
+    Ordinary and asynchronous saves are tried.
     """
     ranks, other, path = Collective(mesh), Path(directory) / "other", Path(directory) / "late" / "step-3"
     save({"step": 4}, other, mesh=mesh)
@@ -394,7 +395,7 @@ def cut(mesh: Any, directory: str) -> list[str]:
 
 
 def test_cut_during_a_load(pool: Any, tmp_path: Path) -> None:
-    """Check that truncated files raise an error. If files were mapped, missing pages would kill the ranks by a
+    """Check that truncated files raise an error. With memory-mapped files, missing pages would kill the ranks by a
     signal."""
     messages, others = pool.run(2, cut, str(tmp_path))
     assert messages == others

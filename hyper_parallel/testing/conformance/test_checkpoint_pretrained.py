@@ -300,8 +300,8 @@ MATRIX = 4 * FEATURES * HIDDEN
 def memory(mesh: Any, directory: str) -> None:
     """Check the memory of a load and of a save.
 
-    A load into models without values needs at most this rank's shards and one tensor. A save needs less than one
-    tensor.
+    A load into a model without values needs at most the memory of this rank's shards and one tensor. A save needs less
+    than one tensor.
     """
     adapter, size = get_adapter(), mesh.size()
     path = Path(directory) / "model.safetensors"

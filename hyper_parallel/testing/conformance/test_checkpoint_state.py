@@ -524,8 +524,7 @@ def kept_ones(mesh: Any, directory: str) -> None:
 def lost_beside_the_training(mesh: Any, directory: str) -> None:
     """Check an asynchronous save that loses a rank: the other rank raises, and the previous checkpoint remains.
 
-    The thread of the second rank stops working, but does not end. The first rank cannot distinguish this from a lost
-    rank.
+    The thread of the second rank stops working, but does not end. To the first rank, this rank looks like a lost rank.
     """
     adapter, ranks, run = get_adapter(), Collective(mesh), Path(directory, "run")
     x = distribute_tensor(adapter.tensor(array(6, 2)), mesh, [Shard(0)])

@@ -45,7 +45,7 @@ def test_to_another_model(pool: Any, name: str) -> None:
 
 
 def moved(name: str) -> None:
-    """Check full state dicts of all ranks, full ones of the first rank, and sharded ones.
+    """Check full state dicts on all ranks, full state dicts on the first rank, and sharded state dicts.
 
     The new optimizer may have no steps yet.
     """
@@ -104,8 +104,8 @@ def moved(name: str) -> None:
 
 @spmd.on_mesh(4)
 def under_torchs_names(mesh: Any, directory: str) -> None:
-    """Check a program for torch whose import line alone was changed: joint state dicts, flat ones, several optimizers,
-    frozen parameters."""
+    """Check a program for torch with a changed import line: joint and flat state dicts, several optimizers, frozen
+    parameters."""
     platform, adapter, setup = mesh.platform, get_adapter(), Setup((4,), "none")
 
     def made(seed: int, steps: int) -> Any:

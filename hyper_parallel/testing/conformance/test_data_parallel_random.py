@@ -46,8 +46,8 @@ def build(mesh: Any) -> Any:
 
 
 def forget_meshes() -> None:
-    """Discard the random state of meshes that contain all ranks. Ranks outside of a smaller mesh could not know of
-    it."""
+    """Discard the random state of meshes that contain all ranks. Smaller meshes keep their state: ranks outside would
+    not know that it was discarded."""
     for mesh in MESHES.values():
         if set(mesh.ranks.flat) <= set(range(spmd.world_size)):
             random._SYNCHRONIZED.discard(mesh)
@@ -105,7 +105,7 @@ def test_one_batch(pool: Any, world_size: int, how: str, rows: int) -> None:
 def on_two_dimensions(mesh: Any, rows: int) -> None:
     """Check dropout of activations that are equal on all tensor-parallel ranks.
 
-    It drops the same elements on these ranks.
+    All these ranks drop the same elements.
     """
     dp = mesh["dp"]
 
@@ -128,8 +128,8 @@ def test_one_batch_beside_tensor_parallelism(pool: Any, rows: int) -> None:
 def between(mesh: Any, how: str, seeded: bool) -> None:
     """Check dropout of plain activations between styled modules.
 
-    Tensor-parallel ranks drop the same elements, and data-parallel ranks drop others. Seeds are equal for each
-    data-parallel rank, or different on every rank before the plan.
+    Tensor-parallel ranks drop the same elements, and data-parallel ranks drop different elements. Seeds are equal for
+    each data-parallel rank, or different on every rank before the plan.
     """
     adapter, dp, tp = get_adapter(), mesh["dp"], mesh["tp"]
     drawn: list[Any] = []

@@ -105,8 +105,8 @@ def test_mesh_that_is_a_dimension_of_another_one_on_some_ranks(pool: Any) -> Non
 def roots() -> None:
     """Check the root of slices.
 
-    Slices of different meshes are different objects even with equal ranks. If their rows of ranks are equal, they are
-    the same dimension.
+    Slices of different meshes are different objects, even with equal ranks. Two slices with equal rows of ranks count
+    as the same dimension.
     """
     mesh = init_device_mesh(mesh_shape=(2, 2), mesh_dim_names=("dp", "tp"))
     tp = mesh["tp"]

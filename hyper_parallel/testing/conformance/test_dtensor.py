@@ -232,7 +232,7 @@ def test_redistribute_errors(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def consumers(mesh: Any, how: str, rows: int) -> Any:
-    """Check three column-parallel linear layers of one activation."""
+    """Check three column-parallel linear layers that read one activation."""
     adapter = get_adapter()
     whole, weights = floats(rows, 6), [floats(7, 6), floats(5, 6) * 2, floats(8, 6) + 1]
     cotangents = [
@@ -289,7 +289,7 @@ def test_consumers_share_one_collective(pool: Any, world_size: int, rows: int) -
 
 @spmd.on_mesh()
 def mixed_consumers(mesh: Any) -> Any:
-    """Check a consumer with a partial cotangent and one with the full cotangent, of one gathered activation."""
+    """Check two consumers of one gathered activation: one has a partial cotangent, the other the full cotangent."""
     adapter = get_adapter()
     whole, weight = floats(5, 6), floats(7, 6)
 

@@ -20,7 +20,7 @@ PLACES = [(2, 1), (3, 4), (4, 9), (4, 1)]
 
 
 def compare(mesh: Any, build: Callable[[Any], Any], plan: Any, array: np.ndarray, before: Any = None) -> None:
-    """Compare a forward and backward of a model on an unevenly sharded sequence with those on the full sequence."""
+    """Compare forward and backward of a model on an unevenly sharded sequence with a run on the full sequence."""
     adapter = get_adapter()
     manual_seed(0, mesh)  # earlier jobs may have drawn on some of the ranks, which `check_ranks` would notice
     single, sharded = (adapter.load(build(adapter), np.random.default_rng(5)) for _ in range(2))
@@ -167,9 +167,9 @@ def _flat_function(mesh: Any, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("name", FLAT)
 def test_functions_without_gradient(pool: Any, name: str) -> None:
-    """Check functions whose results have no gradient: on ranks with empty shards they have none either.
+    """Check functions whose results have no gradient, with empty shards on some ranks.
 
-    Backward then has the same collectives on all ranks.
+    Backward has the same collectives on all ranks.
     """
     for got, wanted in pool.run(4, _flat_function, name):
         same(got, wanted, "gradient")

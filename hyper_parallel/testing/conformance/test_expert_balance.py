@@ -32,7 +32,7 @@ SHARES = (3, 1, 4, 2)
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def balanced(mesh: Any) -> None:
-    """Check gradients of a router's logits: over all ranks, and with one loss for the ranks of tp."""
+    """Check the gradients of a router's logits, with a loss for each rank, or one for each tp group."""
     adapter, rng, rank = get_adapter(), np.random.default_rng(3), mesh.get_rank()
     logits = rng.standard_normal((sum(SHARES), EXPERTS))
     indices = np.argsort(-logits, -1)[:, :K].astype(np.int64)

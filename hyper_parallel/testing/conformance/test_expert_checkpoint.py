@@ -1,4 +1,4 @@
-"""Checkpoints of stacked experts: each placement of experts is loaded into each other one, bit for bit."""
+"""Checkpoints of stacked experts: each placement of experts is loaded into every other placement, bit for bit."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ class Run:
         self.model, self.mine, self.dp, self.share, self.grads = model, mine, dp, share, None
 
     def backward(self, ids: np.ndarray, targets: np.ndarray) -> tuple[Any, Any]:
-        """Add gradients to the accumulated ones; return loss and output."""
+        """Accumulate the gradients; return loss and output."""
         adapter, accumulates = get_adapter(), get_platform().accumulates_gradients
         found: list[Any] = []
 

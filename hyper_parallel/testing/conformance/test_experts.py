@@ -198,9 +198,9 @@ def test_experts_alone(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh(2, 2, names=("rest", "ep"))
 def one_tensor(mesh: Any, by_index: bool) -> None:
-    """Check one program for all ranks.
+    """Check DTensors as inputs, with one loss for all ranks.
 
-    Its tensors are sharded over both mesh dimensions, or over the dimension of the experts.
+    The tensors are sharded over both mesh dimensions, or over the dimension of the experts.
     """
     adapter, count, ep = get_adapter(), 3, mesh["ep"]
     rng, numbers = np.random.default_rng(9), np.array([4, 0, 3])
@@ -345,7 +345,7 @@ def wrong_calls(mesh: Any) -> None:
 
 
 def _first_expert(module: Any, x: Any, *_: Any) -> Any:
-    """Send every token to the first expert, which needs no values of counts and indices."""
+    """Send every token to the first expert, without reading values of counts or indices."""
     return get_adapter().matmul(x, module.down[0])
 
 

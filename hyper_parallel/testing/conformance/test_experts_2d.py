@@ -70,7 +70,7 @@ def experts_of(by_index: bool) -> Any:
 
 
 def called(module: Any, x: Any, numbers: np.ndarray, by_index: bool, put: Callable[[Any], Any]) -> Any:
-    """Return the result of the module for tokens ``x``. ``numbers`` are the tokens of each expert."""
+    """Return the result of the module for tokens ``x``. ``numbers`` has the number of tokens of each expert."""
     adapter = get_adapter()
     if not by_index:
         return adapter.call(module, x, put(adapter.tensor(numbers)))

@@ -110,7 +110,7 @@ def facts(collectives: list[Any]) -> list[tuple]:
 
 @on_mesh()
 def foreseen_and_seen(mesh: Any, case: str) -> tuple[list[tuple], list[tuple], list[tuple]]:
-    """Return the collectives that `explain` predicts for this rank, and those of two real steps."""
+    """Return the collectives that `explain` predicts for this rank, and the collectives of two real steps."""
     adapter, platform = get_adapter(), get_platform()
     build, plan, array = CASES[case]
     model = adapter.load(build(adapter), np.random.default_rng(3))

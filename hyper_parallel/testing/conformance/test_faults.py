@@ -1,7 +1,7 @@
-"""Errors for a lost rank: the error of each collective names the collective, its tensor, its ranks and the missing one.
+"""Errors for a lost rank: the error names the collective, its tensor, its ranks and the missing rank.
 
-The platform's verbs are replaced by failing ones, because these tests are about core's errors. Each backend's own tests
-lose real ranks, with processes that end or hang.
+Failing functions replace the platform's collectives, because these tests are about core's errors. Each backend's own
+tests lose real ranks, with processes that end or hang.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def test_lost_ranks_are_named(pool: Any) -> None:
 
 @on_mesh(2, names=("slow",))
 def waiting(mesh: Any) -> tuple[list[str], int]:
-    """Return the messages about a short read and a long one, and the number of watching threads afterwards."""
+    """Return the messages about a short read and a long read, and the number of watching threads afterwards."""
     platform, said, seconds = mesh.platform, [], [0.0]
     reduce, listening = platform.all_reduce, logging.Handler()
     loss = DTensor.from_local(get_adapter().tensor(np.ones((), np.float32)), mesh, [Partial()])

@@ -168,7 +168,7 @@ def test_a_parameter_of_both(pool: Any, world_size: int) -> None:
 
 
 class Own:
-    """Custom collective of a program, with the interface of the contract. It counts its calls."""
+    """Custom collective of a program, with the interface of the contract. The object counts its calls."""
 
     def __init__(self, mesh: Any, collective: str) -> None:
         self.mesh, self.collective = mesh, collective

@@ -77,7 +77,7 @@ def zero_or(adapter: Any, x: Any, shape: tuple[int, ...]) -> Any:
 
 @spmd.on_mesh()
 def around(mesh: Any, name: str, reshard: bool | None) -> bool:
-    """Run two steps; return whether they were refused."""
+    """Run two steps; return whether an error refused them."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     single = Model(mesh, adapter.matmul)
     sharded = Model(mesh, adapter.matmul).shard(mesh, reshard)
@@ -114,7 +114,7 @@ def test_auxiliary_losses(pool: Any, world_size: int, name: str, reshard: bool) 
 
 @spmd.on_mesh()
 def detached(mesh: Any) -> bool:
-    """Check an auxiliary loss of a detached weight. Return whether it was refused.
+    """Check an auxiliary loss of a detached weight. Return whether the loss was refused.
 
     The loss also depends on a tensor that is no argument of the module. In a second case it depends on that tensor
     alone, and no parameter has a gradient.

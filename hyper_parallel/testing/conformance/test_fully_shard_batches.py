@@ -318,7 +318,8 @@ def test_tensor_parallel_labels(pool: Any, rows: int, replicated: bool) -> None:
 
 @spmd.on_mesh(2, 2, names=("dp", "tp"))
 def not_parts(mesh: Any) -> None:
-    """Check the refusal of DTensors that are no shard of the batch. Without data parallelism, all are refused."""
+    """Check the refusal of DTensors that are no shard of the batch. Without data parallelism, all DTensors are
+    refused."""
     adapter = get_adapter()
     x = adapter.tensor(np.ones((4, 6), np.float32))
 

@@ -37,7 +37,7 @@ SIZES = (6, 5)
 
 @contextlib.contextmanager
 def other(platform: Any, **facts: Any) -> Iterator[None]:
-    """Set facts about the platform inside this context, to those of another backend or device."""
+    """Change facts about the platform inside this context, as if it were another backend or device."""
     before = {name: getattr(platform, name) for name in facts}
     try:
         for name, value in facts.items():
@@ -135,8 +135,8 @@ def after_a_failure(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def after_an_error(mesh: Any) -> None:
-    """Check an error on all ranks while units are unsharded in backward: at the input of a unit, and in its gather. The
-    error leaves nothing behind. Another unit is right when it is called alone, and so is the next step."""
+    """Check an error on all ranks in backward, at the input of a unit or in its gather. After the error no unit stays
+    unsharded. A separate call of another unit is right, and the next step is right."""
     adapter, platform = get_adapter(), mesh.platform
     trained = Trained(mesh, lambda: block_of((6, 7)), lambda b: shard_block(b, mesh), (2, 6))
     trained.step(0)
@@ -179,7 +179,7 @@ def after_an_error(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def other_batches_between(mesh: Any) -> None:
-    """Check a backward after forwards without gradients of the other kind of batch, distributed or plain."""
+    """Check backward of a distributed batch after a forward without gradients of a plain batch, and vice versa."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     x = np.random.default_rng(1).standard_normal((size * ROWS, 2, 6)).astype(np.float32)
     mine = x[rank * ROWS : (rank + 1) * ROWS]
@@ -266,7 +266,8 @@ def rarely_called(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def unused_somewhere(mesh: Any) -> None:
-    """Check that parameters used by no rank are told from those used by some ranks. Flags travel with the gradients."""
+    """Check that parameters used by no rank are distinguished from parameters used by some ranks. Flags are reduced
+    with the gradients."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     linear = fully_shard(adapter.load(adapter.linear_module(*SIZES), np.random.default_rng(5)), mesh=mesh)
     adapter.call(linear, adapter.tensor(np.ones((2, SIZES[0]), np.float32)))

@@ -159,7 +159,7 @@ def test_dtypes(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def switched(mesh: Any) -> Any:
-    """Check that training is exact under each setting. Return the collectives of a step under some of them."""
+    """Check that training is exact under each setting. Return the collectives of a step under some of the settings."""
     trained = Trained(mesh, lambda: block_of((8, 12)), lambda b: shard_block(b, mesh), (2, 8), 0.001)
     block: Any = trained.sharded
     trained.step(0)

@@ -134,8 +134,8 @@ def gate_and_up(mesh: Any) -> None:
 def no_false_alarm(mesh: Any) -> None:
     """Check that ordinary models raise no error inside `strict()`.
 
-    They have feed-forward layers of two to four times the width, and attention with wide heads. Outside `strict()`,
-    weights may have the shape of a packed weight by chance.
+    The models have feed-forward layers of two to four times the width, and attention with wide heads. Outside
+    `strict()`, weights may have the shape of a packed weight by chance.
     """
     for times in (1, 2, 3, 4):
         model = inside(holder({"n_head": 4}, up=(8, 8 * times), down=(8 * times, 8)), "mlp")

@@ -1,6 +1,5 @@
-"""A fixed set of random programs; ``python -m hyper_parallel.testing.fuzz`` runs new ones (docs/fuzzing.md).
-
-Here they communicate by the backend's own collectives.
+"""A fixed set of random programs; ``python -m hyper_parallel.testing.fuzz`` runs new programs (docs/fuzzing.md). Here
+the programs communicate by the backend's own collectives.
 """
 
 from __future__ import annotations

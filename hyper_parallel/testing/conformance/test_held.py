@@ -1,6 +1,6 @@
 """Parameters that were replaced after `parallelize_module`.
 
-They are right if placed as the plan says. Otherwise all ranks refuse them before any communication.
+A replacement that is placed as the plan says works. Otherwise all ranks refuse it before any communication.
 """
 
 from __future__ import annotations

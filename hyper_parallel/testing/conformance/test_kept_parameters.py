@@ -31,7 +31,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def taken_of(p: Any, mesh: Any) -> dict[str, Any]:
-    """Return aliases of a parameter that a program may save, by the way to get them."""
+    """Return aliases of a parameter that a program may save, by the name of the operation that makes them."""
     platform = mesh.platform
     with platform.no_dispatch(), platform.no_grad():
         memory = platform.detach(p)

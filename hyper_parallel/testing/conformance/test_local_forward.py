@@ -1,4 +1,4 @@
-"""Fast paths of linear layers on plain tensors: results equal those of the general path."""
+"""Fast paths of linear layers on plain tensors: the results are the same as on the general path."""
 
 from __future__ import annotations
 
@@ -93,7 +93,8 @@ def test_gradients_of_gradients(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def mixed_calls(mesh: Any) -> None:
-    """Check alternating plain and distributed inputs of one module. Both paths share collectives."""
+    """Check alternating plain and distributed inputs of one module. The fast path and the general path share
+    collectives."""
     adapter = get_adapter()
     single, sharded = both(mesh)
     x = adapter.tensor(floats(3, 6))

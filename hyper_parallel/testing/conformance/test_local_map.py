@@ -62,7 +62,7 @@ def test_products(pool: Any, world_size: int) -> None:
 
 @on_mesh()
 def gradients_of_parts(mesh: Any) -> None:
-    """Check a replicated input of which each rank uses another part."""
+    """Check a replicated input of which each rank uses a different part."""
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank()
     x = floats(size, 3)
 

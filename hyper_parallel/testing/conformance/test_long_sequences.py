@@ -244,7 +244,7 @@ def plain_case(mesh: Any, length: int, balance: bool, method: str | None, rows: 
 
 
 def sums(gradient: np.ndarray, mesh: Any) -> Any:
-    """Return the sum of a gradient over the ranks, as of a parameter."""
+    """Return the sum of a gradient over the ranks, as for the gradient of a parameter."""
     return DTensor.from_local(get_adapter().tensor(gradient), mesh, [Partial()]).full_tensor()
 
 
@@ -354,7 +354,8 @@ MASKS = [
 
 @spmd.on_mesh()
 def causal_with_mask(mesh: Any, length: int, hides_all: bool = False) -> None:
-    """Check a mask together with the causal one. Torch refuses both, so the library does so there too.
+    """Check a mask together with ``is_causal=True``. Torch refuses this combination, so the library on torch refuses it
+    too.
 
     With ``hides_all``, the mask hides the first key, so the first query sees no key.
     """

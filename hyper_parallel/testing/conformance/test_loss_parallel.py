@@ -1,6 +1,6 @@
 """Losses of logits that are sharded over their classes: values and gradients equal the single device's.
 
-The logits are never gathered, and the collectives are those of hand-written code.
+The logits are never gathered. The collectives are the same as in hand-written code.
 """
 
 from __future__ import annotations

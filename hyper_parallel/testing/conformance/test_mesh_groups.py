@@ -188,7 +188,7 @@ TWICE: dict[str, tuple[Any, str, Any, tuple[str, ...]]] = {
 def trained_on_two(name: str, in_parts: bool) -> None:
     """Check a plan on one mesh and `fully_shard` on another.
 
-    With ``in_parts``, a submodule is a unit of its own.
+    With ``in_parts``, a submodule is a separate unit.
     """
     (sizes, names), tensor, (data_sizes, data_names), data = TWICE[name]
     world, adapter = init_device_mesh(mesh_dim_names=("world",)), get_adapter()

@@ -1,4 +1,4 @@
-"""Every operation with every combination of placements: values and all gradients equal those on plain tensors."""
+"""Every operation with every combination of placements: values and all gradients are the same as on plain tensors."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def sequential(**modules: Any) -> tuple[Any, Any]:
 
 def models() -> Iterator[tuple[str, str, Callable[[], tuple[Any, Any]], Any, bool]]:
     """Yield a description, the module that takes the input, a model with its call, and its plan. The last value says
-    whether it takes ids."""
+    whether the module takes ids."""
     adapter = get_adapter()
 
     def mlp() -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""Ranks outside a mesh: a DTensor is empty there. An operation that needs values raises an error that says so."""
+"""Ranks outside a mesh: a DTensor is empty on them. An operation that needs values raises an error with this reason."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def x_of(*shape: int) -> Any:
 
 # ------------------------------------------------------------------------------------------------ empty
 def made(mesh: Any) -> list[Any]:
-    """Check all functions that create a DTensor, and those that need no values."""
+    """Check all functions that create a DTensor, and operations that need no values."""
     adapter, at = get_adapter(), {"device_mesh": mesh, "placements": [Shard(0)]}
     found = [placed(mesh, p) for p in [*PLACEMENTS, Partial()]]
     found += [DTensor.from_local(x_of(), mesh, [p]) for p in PLACEMENTS]

@@ -1,6 +1,6 @@
-"""Linear layers with `Fast.linear_with_collective`: core's calls of it, and core's use of the result.
+"""Core's calls of `Fast.linear_with_collective`, and core's use of the results.
 
-The backend's verb is replaced by one made of core's own steps, so that every backend runs these tests.
+A function made of core's own steps replaces the backend's verb, so that every backend runs these tests.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ def a_platform_that_can() -> None:
 
 @contextmanager
 def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
-    """Replace the platform's verb by ``answer`` in a block. Yield the list of its calls: (collective, dim, chunks)."""
+    """Replace `Fast.linear_with_collective` by ``answer`` in a block. Yield the list of its calls: (collective, dim,
+    chunks)."""
     fast, asked = mesh.platform.fast, []
 
     def verb(x: Any, weight: Any, how: LinearCollective) -> Any:
@@ -60,7 +61,7 @@ def answering(mesh: Any, answer: Callable[..., Any]) -> Iterator[list[tuple]]:
 
 
 def by_steps(mesh: Any) -> Callable[..., Any]:
-    """Compute the verb by core's steps."""
+    """Compute `Fast.linear_with_collective` by core's own steps."""
     adapter = get_adapter()
 
     def answer(collective: str, x: Any, weight: Any, dim: int, record: Any) -> Any:

@@ -33,7 +33,7 @@ SIZES = (4, 5, 1, 0) if everything() else (5, 1)
 
 
 def _compare_mapped(mesh: Any, shape: tuple[int, ...], placements: tuple[Any, ...]) -> None:
-    """Check a function that squares its shard and concatenates another one."""
+    """Check a function with two results: the square of its shard, and twice the transpose."""
     adapter, x, weights = get_adapter(), floats(*shape), floats(*shape)
     layout = get_layout(mesh, placements, shape)
     turned = tuple(p.with_dim(1 - p.dim) if isinstance(p, Shard) else p for p in placements)

@@ -1,5 +1,5 @@
-"""`check_plain_code` on programs with plain code between styled modules: wrong lines are found, right ones raise no
-alarm."""
+"""`check_plain_code` on programs with plain code between styled modules: wrong lines are found, and right lines raise
+no alarm."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def in_heads(module: Any, x: Any, a: Any) -> Any:
 
 
 def one_token(module: Any, x: Any, a: Any) -> Any:
-    """Keys appended to those of a cache, for one head and one token: either dimension could be the sharded one."""
+    """Keys appended to the keys of a cache, for one head and one token: either dimension could be the sharded one."""
     past, last = (module.norm(a.transpose(a.reshape(module.up(y), heads(y, 6)), 1, 2)) for y in (x, x[:, :1]))
     k = a.transpose(a.cat((past, last), 2), 1, 2)
     return module.down(a.reshape(k, (x.shape[0], x.shape[1] + 1, -1)))

@@ -184,7 +184,7 @@ def test_manual_seed(pool: Any, world_size: int) -> None:
 
 
 def apart(mesh_shape: tuple[int, ...]) -> None:
-    """Check a rank that draws one more number than the others: replicated values remain equal on all ranks."""
+    """Check a rank that draws one more number than the other ranks: replicated values remain equal on all ranks."""
     mesh = spmd.device_mesh(*mesh_shape)
     if mesh is None:
         return

@@ -187,7 +187,7 @@ def requested_on_slices(mesh: Any) -> None:
 
 @job()
 def come_apart(mesh: Any) -> None:
-    """Check a rank that draws one more number than the others: replicated values remain equal on all ranks."""
+    """Check a rank that draws one more number than the other ranks: replicated values remain equal on all ranks."""
     adapter, platform = get_adapter(), mesh.platform
     x = DTensor.from_local(adapter.tensor(floats(8, 6) + 3), mesh, [R])
     seed(3, mesh)

@@ -116,7 +116,7 @@ def test_each_difference_is_named(pool: Any) -> None:
 
 @on_mesh()
 def different_plans(mesh: Any) -> dict[str, tuple]:
-    """Check rank 2 with another plan, another model, and another keyword."""
+    """Check errors if rank 2 has another plan, another model, or another keyword."""
     rank, made = mesh.get_local_rank(), get_adapter()
     manual_seed(0, mesh)  # an earlier test may have drawn on a part of the ranks
 

@@ -67,7 +67,7 @@ class _Late:
 
 @spmd.on_mesh()
 def under_way(mesh: Any, shape: tuple[int, ...]) -> None:
-    """Check that values, gradients and collectives equal those of a synchronous call.
+    """Check that values, gradients and collectives are the same as for a synchronous call.
 
     No rank waits before it uses the result.
     """

@@ -136,8 +136,8 @@ def test_one_batch(pool: Any, world_size: int) -> None:
 
 @spmd.on_mesh()
 def called_often(mesh: Any) -> None:
-    """Check two calls in a step with a tied parameter, calls without gradients, after an error, and without
-    synchronisation."""
+    """Check two calls in a step with a tied parameter, and calls without gradients, without synchronisation and after
+    an error."""
     adapter, size = get_adapter(), mesh.shape[0]
     ids = np.random.default_rng(8).integers(0, 7, (size, 3)).astype(np.int64)
     single, copied = (adapter.load(adapter.Tied(7, 6), np.random.default_rng(5)) for _ in range(2))

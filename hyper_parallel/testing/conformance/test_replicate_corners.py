@@ -132,7 +132,8 @@ def refused(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def unused_somewhere(mesh: Any) -> None:
-    """Check that parameters used by no rank are told from those used by some ranks. Flags travel with the gradients."""
+    """Check that parameters used by no rank are distinguished from parameters used by some ranks. Flags are reduced
+    with the gradients."""
     adapter, platform, size, rank = get_adapter(), mesh.platform, mesh.size(), mesh.get_local_rank(0)
     shapes = ((2, 3), (4,))
     every = [[np.full(shape, 1.0 + r, np.float32) for shape in shapes] for r in range(size)]

@@ -1,7 +1,7 @@
 """Gradients of gradients for leaves of every placement, compared with the plain program.
 
-A user treats the gradient of a leaf as docs/gradients.md says. For a sum or an average, it is the same on all ranks.
-For an extreme value or a product, each rank has a different one.
+A user treats the gradient of a leaf as docs/gradients.md says. For a sum or an average, all ranks have the same
+gradient. For an extreme value or a product, each rank has a different gradient.
 """
 
 from __future__ import annotations

@@ -365,7 +365,7 @@ def test_wrong_modules(pool: Any) -> None:
 def distributed_heads(mesh: Any) -> None:
     """Check DTensors whose mesh contains the mesh of `context_parallel`.
 
-    Attention treats them as outside of the context.
+    Attention treats such DTensors as it does outside of the context.
     """
     if not tells_of_attention(mesh["cp"]):
         return

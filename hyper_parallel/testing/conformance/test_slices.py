@@ -62,7 +62,7 @@ def check(mesh: Any, placements: tuple, index: Any) -> dict[str, int]:
 
 
 def cut_by(index: Any) -> set[int]:
-    """Return the dimensions of which an index selects a part."""
+    """Return the dimensions along which an index selects only a part."""
     items = index if isinstance(index, tuple) else (index,)
     if ... in items:
         at = items.index(...)

@@ -294,7 +294,7 @@ def test_buffers_are_compared(pool: Any) -> None:
 
 @spmd.on_mesh()
 def two_styles(mesh: Any) -> Any:
-    """Check a style for the parameters and another one for the input of a module."""
+    """Check one style for the parameters and another style for the input of a module."""
     prepared = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
     return compare(
         lambda adapter: adapter.Mlp(6, 8),

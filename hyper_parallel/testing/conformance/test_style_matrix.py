@@ -1,7 +1,7 @@
 """Every style on every module with every layout, on 1 to 4 ranks, with even and uneven shards.
 
-Outputs and all gradients equal the single-device model's. Collectives are those of hand-written code: `expected` lists
-them, and the table in docs/styles.md is made from it.
+Outputs and all gradients equal the single-device model's. Collectives are the same as in hand-written code. `expected`
+lists them, and the table in docs/styles.md is made from this list.
 """
 
 from __future__ import annotations

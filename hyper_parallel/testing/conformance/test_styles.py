@@ -1,6 +1,6 @@
 """Styles and plans: outputs and all gradients equal the single-device model's.
 
-The number of collectives is that of hand-written code.
+There are as many collectives as in hand-written code.
 """
 
 from __future__ import annotations

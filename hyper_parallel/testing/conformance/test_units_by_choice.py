@@ -21,7 +21,7 @@ COUNT, FEATURES = 4, 6
 
 
 def build(mesh: Any) -> Any:
-    """Return linear layers; the model calls those in ``order``, one after the other."""
+    """Return a model of linear layers, which calls the layers in ``order``, one after the other."""
     adapter = get_adapter()
     root = adapter.Probe()
     for i in range(COUNT):
@@ -68,7 +68,8 @@ def together(seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def by_choice(mesh: Any, seeds: list[int]) -> None:
-    """Check ranks that each choose their first unit at random: equal choices run, different ones raise on all ranks."""
+    """Check ranks that each choose their first unit at random: equal choices run, and different choices raise on all
+    ranks."""
     adapter, rank, x = get_adapter(), mesh.get_local_rank(0), np.ones((2, FEATURES), np.float32)
     for seed in seeds:
         drawn = [orders_of(np.random.default_rng([seed, r // (1 + seed % 2)]), 1)[0] for r in range(mesh.size())]
@@ -98,7 +99,7 @@ def by_choice(mesh: Any, seeds: list[int]) -> None:
 
 @spmd.on_mesh()
 def later(mesh: Any, how: str) -> None:
-    """Check ranks that first run the same units and then different ones, so that none waits in a collective."""
+    """Check ranks that first run the same units and then different units, so that no rank waits in a collective."""
     adapter, rank = get_adapter(), mesh.get_local_rank(0)
     trained = Trained(mesh, lambda: build(mesh), lambda root: shard(root, mesh), (FEATURES,), 0.01)
     root: Any = trained.sharded
@@ -146,9 +147,9 @@ def gone(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def some_of_a_unit(mesh: Any) -> None:
-    """Check that each rank may run another layer of a unit.
+    """Check that each rank may run a different layer of a unit.
 
-    One layer has another dtype and thus a separate buffer, and one is frozen.
+    One layer has another dtype and thus a separate buffer. Another layer is frozen.
     """
     adapter, size, rank = get_adapter(), mesh.size(), mesh.get_local_rank(0)
     xs = np.random.default_rng(3).standard_normal((size, 2, FEATURES)).astype(np.float32)

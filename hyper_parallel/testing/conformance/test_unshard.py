@@ -1,5 +1,5 @@
-"""`unshard()` and `reshard()` by hand, at any point of a step: training results do not change. Writes of a program to
-parameters that were gathered early arrive."""
+"""`unshard()` and `reshard()` by hand, at any point of a step: training results do not change. If a program writes to
+parameters that were gathered early, the writes take effect."""
 
 from __future__ import annotations
 

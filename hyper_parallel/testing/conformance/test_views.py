@@ -1,4 +1,5 @@
-"""Writes through views of DTensors: tensors that share memory on one device act as if they do so on many ranks."""
+"""Writes through views of DTensors: if two tensors share memory on one device, a write to one changes the other on many
+ranks too."""
 
 from __future__ import annotations
 
@@ -144,7 +145,7 @@ def use_after_write(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def write_parts(mesh: Any) -> None:
-    """Check that the results of one split do not overlap: a write to one does not change the others."""
+    """Check that the results of one split do not overlap: a write to one result does not change the other results."""
     array = numbers(6, 4)
     x = distribute_tensor(get_adapter().tensor(array), mesh, [S0])
     parts = get_adapter().chunk(x, 3, 0)

@@ -176,7 +176,7 @@ def test_reports(pool: Any) -> None:
 
 
 def test_random_programs(pool: Any) -> None:
-    """Check random programs: no wrong one is missed, and few right ones have a finding."""
+    """Check random programs: no wrong program is missed, and few right programs have a finding."""
     needs_gradients()
     seeds = range(400 if everything() else 12)
     found = combined(pool.run(2, classify, list(seeds)))

@@ -25,7 +25,7 @@ RENEWED = 10
 
 
 def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
-    """Yield parts of the seeds, each with the pool of ranks to run it on."""
+    """Yield ranges of seeds, each with the pool of ranks that runs their programs."""
     for start in range(seeds.start, seeds.stop, RENEWED * PART):
         with ExchangePool(platform, RANKS) as pool:
             for at in range(start, min(start + RENEWED * PART, seeds.stop), PART):
@@ -33,7 +33,7 @@ def _parts(platform: str, seeds: range) -> Iterator[tuple[WorkerPool, range]]:
 
 
 def _run(pool: WorkerPool, part: range, family: str, as_found: bool, refusals: bool) -> collections.Counter[str]:
-    """Run the programs of a part, print bad programs, and return the numbers of outcomes by kind."""
+    """Run the programs of a range of seeds, print bad programs, and return the numbers of outcomes by kind."""
     shown = ("unsteady", *BAD, *(("refused",) if refusals else ()))
     outcomes = run_seeds(pool, part, family=family)
     for outcome in outcomes:

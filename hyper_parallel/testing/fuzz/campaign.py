@@ -50,7 +50,7 @@ def verdicts(wanted: list[Any], family: str) -> list[Verdict | None]:
 
 
 def _in_step(verdict: Verdict | None) -> Verdict | None:
-    """Return ``verdict``, or "hanging" if this rank waited for another one until the time-out."""
+    """Return ``verdict``, or "hanging" if this rank waited for another rank until the time-out."""
     exchange = installed()
     problem = "" if exchange is None else exchange.end_program()
     return ("hanging", problem) if problem else verdict
@@ -99,7 +99,7 @@ def run_seeds(
 
 
 def _again(pool: WorkerPool, bad: Outcome, family: str) -> Outcome:
-    """Run a bad program again. Return ``bad`` if it is bad once more, else an outcome of kind "unsteady"."""
+    """Run a bad program several times. Return ``bad`` if a repeat is bad too, else an outcome of kind "unsteady"."""
     for _ in range(REPEATS):
         if any(outcome.kind in BAD for outcome in _run_some(pool, [bad.seed], family)):
             return bad

@@ -68,8 +68,8 @@ def on_one_device(program: Program, shaken: int = 0) -> Reference:
 def run(reference: Reference) -> Verdict | None:
     """Run the program distributed, and return this rank's verdict; None outside the mesh.
 
-    ``"right"`` and ``"wrong"`` compare values. ``"refused"`` means that only the distributed program raises.
-    ``"plain refused"`` means that both raise, ``"accepted"`` that only the single device raises.
+    ``"right"`` and ``"wrong"`` compare values. ``"refused"`` means that only the distributed program raises. ``"plain
+    refused"`` means that both raise. ``"accepted"`` means that only the single device raises.
     """
     program = reference.program
     mesh = spmd.device_mesh(*program.mesh)
@@ -111,7 +111,7 @@ def _first_problem(
 def _made_of_rounding(reference: Reference) -> Reference | None:
     """Return ten times the effect of small random errors in the program's leaves.
 
-    The effect can be large, for example for a norm of equal numbers, or for a product of many.
+    The effect can be large, for example for a norm of equal numbers, or for a product of many numbers.
     """
     program = reference.program
     outputs = [np.zeros(y.shape) for y in reference.outputs]
@@ -129,7 +129,7 @@ def _made_of_rounding(reference: Reference) -> Reference | None:
 
 
 def _distance(x: Any, y: Any) -> np.ndarray:
-    """Return the elementwise distance of two arrays; infinite where only one of them is NaN."""
+    """Return the elementwise distance of two arrays; infinite where only one array has NaN."""
     with np.errstate(invalid="ignore"):
         away = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64))
     return np.where(np.isnan(away), np.where(np.isnan(x) & np.isnan(y), 0.0, np.inf), away)
@@ -230,7 +230,7 @@ def _results(adapter: Any, step: Any, tensors: list[Any], mesh: Any) -> list[Any
 
 
 def _differs(got: Any, wanted: np.ndarray, slack: np.ndarray | None = None) -> str:
-    """Return the fault of an array, or an empty string; ``slack`` is an error that it may have in addition."""
+    """Return the fault of an array, or an empty string; ``slack`` is an additional error that the array may have."""
     got = np.asarray(got)
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return f"{got.dtype}{list(got.shape)} in place of {wanted.dtype}{list(wanted.shape)}"

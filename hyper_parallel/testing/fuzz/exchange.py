@@ -1,4 +1,5 @@
-"""Collectives through memory that the ranks share. They are fast, and a rank that waits in vain gets an error at once.
+"""Collectives through memory that the ranks share. These collectives are fast, and a rank that waits in vain gets an
+error at once.
 
 A backend's collectives cost milliseconds where four ranks share two cores. If a rank is missing, or calls another
 collective, they cost half a minute or more. Random programs call few and small collectives, and test how core uses
@@ -29,7 +30,7 @@ __all__ = ["Exchange", "ExchangePool", "OutOfStepError", "installed", "patience"
 
 
 def patience() -> float:
-    """Return the seconds that a rank waits for another one in the same program; more on a busy machine."""
+    """Return how many seconds a rank waits for another rank in the same program; more on a busy machine."""
     return float(os.environ.get("HYPER_PARALLEL_FUZZ_PATIENCE", "15")) * slowness()
 
 
@@ -210,9 +211,9 @@ class Exchange:
         return work
 
     def exchange_texts(self, ranks: Sequence[int], place: str, text: str) -> dict[int, str] | None:
-        """Return the texts of the ranks that call this too.
+        """Return the texts of the ranks that make this call too.
 
-        The others are in a collective. See `Platform.exchange_texts`.
+        Ranks that are in a collective are left out. See `Platform.exchange_texts`.
         """
         said = self._swap(_QUESTION, text.encode(), ranks, True)
         return {rank: x.decode() for rank, x in zip(ranks, said, strict=True) if x is not None}
@@ -289,7 +290,7 @@ class Exchange:
 
 
 class _Started:
-    """`Work` of an exchange. It fails if the operand was written before `wait`."""
+    """`Work` of an exchange. The work fails if the operand was written before `wait`."""
 
     def __init__(self, exchange: Exchange, what: str, out: Any, operand: Any, result: Any) -> None:
         self._exchange, self._what, self._out, self._result = exchange, what, out, result

@@ -1,4 +1,4 @@
-"""Kinds of random programs: functions that generate one from a seed, run it, and reduce it."""
+"""Kinds of random programs: functions that generate a program from a seed, run the program, and reduce it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STACKS = 20
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of programs.
+    """A kind of random programs.
 
     Attributes:
         generate: makes the program of a seed.

@@ -1,4 +1,5 @@
-"""Each rank's local array of a tensor. Summands are far apart and of either sign, so that wrong rules show."""
+"""Each rank's local array of a tensor. Summands differ much and have either sign, so that a wrong rule changes
+results."""
 
 from __future__ import annotations
 

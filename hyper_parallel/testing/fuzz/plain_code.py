@@ -1,9 +1,9 @@
 """Random programs with plain code between styles, and plans with one entry changed, to test `check_plain_code`.
 
-Each program runs on one device, and on ranks under `check_plain_code`. It is wrong if the output, or a gradient of a
-parameter or the input, differs. The check finds the fault, misses it, or gives a false alarm. The command is ``python
--m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` asks `check_plan` too, which proves and
-executes: a wrong program that it calls right is printed as ``unseen``.
+Each program runs on one device, and on ranks under `check_plain_code`. A program is wrong if the output, or a gradient
+of a parameter or the input, differs. The check finds the fault, misses it, or gives a false alarm. The command is
+``python -m hyper_parallel.testing.fuzz.plain_code torch-cpu --count 1000``. ``--check`` also runs `check_plan`, which
+compares results. A wrong program that passes `check_plan` is printed as ``unseen``.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ def classify(mesh: Any, seeds: Sequence[int]) -> list[tuple[str, str]]:
 def checked(mesh: Any, seeds: Sequence[int]) -> list[Any]:
     """Return the findings of `check_plan` about the program of each seed on this rank, None for a refused program.
 
-    The sample and the loss differ from those of `classify`.
+    `classify` uses another sample and another loss.
     """
     found: list[Any] = []
     for seed in seeds:
@@ -297,7 +297,7 @@ def _suite() -> Any:
 
 
 def _cases() -> dict[str, Any]:
-    """Return the programs of the conformance suite by name. Those that are wrong under their own plan come last."""
+    """Return the programs of the conformance suite by name. Programs that are wrong under their own plan come last."""
     return {**_suite().RIGHT, **{f"wrong {name}": case for name, case in _suite().WRONG.items()}}
 
 
@@ -320,7 +320,8 @@ def classify_plan(mesh: Any, changed: Sequence[tuple[str, str, str]]) -> list[tu
 
 
 def combined(ranks: Sequence[list[tuple[str, str]]]) -> list[tuple[str, str]]:
-    """Return one outcome for each program. One wrong rank makes it wrong; ranks with other findings disagree."""
+    """Return one outcome for each program. A program that is wrong on one rank is wrong. If only some ranks have a
+    finding, the outcome is ``disagree``."""
     order = ("raised", "missed", "found", "alarm", "warned", "part", "right")
     found = []
     for members in zip(*ranks, strict=True):

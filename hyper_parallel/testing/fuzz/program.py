@@ -66,7 +66,8 @@ def _shaken(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Step:
-    """A word or ``redistribute``, with the indices of its input values and its other arguments."""
+    """An operation, named by its word or ``redistribute``, with the indices of its input values and its other
+    arguments."""
 
     word: str
     inputs: tuple[int, ...]
@@ -245,7 +246,7 @@ def _step(
     limits: Limits,
     words: np.ndarray,
 ) -> Step | None:
-    """Return a random step that fits, and append its results to ``values``; ``words`` are probabilities of words."""
+    """Return a random valid step, and append its results to ``values``. ``words`` has the probability of each word."""
     fixed = [values[i] for i, leaf in enumerate(program.leaves) if leaf.requires_grad]
     if rng.random() < 0.1:
         at = int(rng.integers(0, len(values)))

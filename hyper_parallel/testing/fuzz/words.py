@@ -1,7 +1,8 @@
 """Operations of random programs, each as a call of an adapter and in NumPy.
 
-A word chooses its arguments for the arrays that a program has at that point. So every program is valid on a single
-device. The NumPy version gives shapes. It also gives values where a framework cannot write through a view.
+Such an operation is called a word. A word chooses its arguments for the arrays that a program has at that point. So
+every program is valid on a single device. The NumPy version gives shapes. Where a framework cannot write through a
+view, the NumPy version also gives values.
 """
 
 from __future__ import annotations

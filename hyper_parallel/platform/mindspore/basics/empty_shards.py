@@ -2,9 +2,9 @@
 
 With uneven sharding a rank may hold no elements. MindSpore's CPU kernels then often leave the result, or the gradient
 of another operand, uninitialised. Examples are a matrix product that contracts a dim of size 0, and the bias of an
-empty batch. A third is the gradient of an operand that is broadcast to an empty tensor. `safe_when_empty` wraps the
-call of a row. With an empty operand the result is zeros of the shape that core's rule gives. They stay differentiable
-by every operand, because the collectives of backward must run on every rank.
+empty batch. Another example is the gradient of an operand that is broadcast to an empty tensor. `safe_when_empty` wraps
+the call of an op-table row. With an empty operand the result is zeros of the shape that core's rule gives. The zeros
+are differentiable by every operand, because the collectives of backward must run on every rank.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Zeros(AutogradFunction):
     """Zeros whose inputs are the operands, with gradient zero. The gradient has the operands as inputs too, as on ranks
     with elements. So this rank takes part in the collectives of gradients of gradients.
 
-    `save_for_backward` would reject operands that the program has written to since. Their values are not read here, and
-    an addition on ranks with elements does not save them either.
+    `save_for_backward` would reject operands that the program has written to since. So this function saves none: it
+    reads no values, and an addition on ranks with elements saves none either.
     """
 
     @staticmethod
@@ -134,7 +134,8 @@ def _connected(op: NativeOp, func: Any, operands: tuple, static_args: Any) -> An
 def _zeros(
     op: NativeOp, func: Any, operands: tuple, static_args: Any, inputs: tuple | None = None, inside: float = 0
 ) -> Any:
-    """Return zeros, for sums of no elements. Other operations (a maximum) use this for empty results only.
+    """Return zeros, the sum of no elements. Operations other than sums, such as a maximum, call this for empty results
+    only.
 
     A call on zeros, whose empty dimensions have size 1, determines dtypes and the number of results. ``inputs``: the
     tensors that the zeros depend on, if not all operands. ``inside``: the number used in place of zero for floats, for

@@ -1,9 +1,9 @@
-"""Random numbers of MindSpore's older kind of operations.
+"""Random numbers of MindSpore's operations with a stateful primitive, such as `ops.dropout` and `nn.Dropout`.
 
 A function such as `ops.dropout` makes a new primitive for each call. Its seeds are the global seed and a counter, which
 the call advances. A cell such as `nn.Dropout` makes one primitive when it is created. The kernel of that primitive has
-its own stream of numbers, one for each shape. Without a global seed, both use the seeds (0, 0), with which every
-process draws different numbers.
+its own stream of numbers, one for each shape. Without a global seed, functions and cells use the seeds (0, 0), with
+which every process draws different numbers.
 
 On CPUs the stream of a kernel is not reproducible. After `REPEATED_CALLS` calls MindSpore tries other numbers of
 threads, which share one generator, and keeps the fastest. So two ranks, or two runs of one program, diverge, whatever
@@ -54,16 +54,18 @@ def undo_draw(kernel: str, seeds: tuple[int, int]) -> int | None:
 
 
 def is_of_one_call(primitive: Any) -> bool:
-    """Return whether a function made the primitive for one call. Primitives of cells and programs are reused."""
+    """Return whether a primitive was made for a single call of a function. Primitives of cells and programs are
+    reused."""
     return primitive.attrs.get("random_cache") is False
 
 
 class Stream:
-    """Random numbers of one dropout layer. They depend on its seeds, the shape and the number of the call alone.
+    """Random numbers of one dropout layer. The numbers depend only on the layer's seeds, the shape and the number of
+    the call.
 
     The kernel's stream gives the numbers of the first `REPEATED_CALLS` calls of a shape, as in the unsharded layer. On
-    devices other than CPUs it gives the numbers of all calls. Each later call has its own kernel. Its seeds are
-    computed from those of the layer and the number of the call.
+    CPUs, each later call has its own kernel. The seeds of that kernel are computed from the layer's seeds and the
+    number of the call. On other devices the stream gives the numbers of all calls.
 
     Args:
         keep_prob: probability of an element to stay.
@@ -98,8 +100,8 @@ def drop_channels(x: Any, p: float) -> Any:
 def layer_stream(primitive: Any, mesh: Any, of_first_rank: Callable[[Any, Any], Any]) -> Any:
     """Return the dropout that a layer uses on a mesh, in place of its own.
 
-    It has the seeds of the layer on the mesh's first rank, and a new stream. So all ranks draw the same numbers as the
-    unsharded layer.
+    The new dropout has the seeds of the layer on the mesh's first rank, and a new stream. So all ranks draw the same
+    numbers as the unsharded layer.
 
     Args:
         primitive: primitive of the layer.

@@ -81,7 +81,7 @@ def stand_in(cell: nn.Cell) -> GraphCell:
 
 
 def _state(cell: nn.Cell) -> tuple[Any, ...]:
-    """Return the facts that the stand-in made by `_make` depends on: modes, hooks, forms and parameters."""
+    """Return the facts of a cell that its stand-in depends on: modes, hooks, forms and parameters."""
     state: list[Any] = [cell.training, cell.mixed_precision_type, cell._recompute_cell is None, *_hooks(cell)]
     parts = [cell] if is_leaf(cell) else [part for part in cell._cells.values() if part is not None and is_leaf(part)]
     for part in parts:

@@ -1,7 +1,8 @@
 """Stand-ins for styled modules in MindSpore's graphs: cells of plain local tensors and collectives.
 
-A stand-in is built from the data of a style (`Program`). It holds the parameters of its module, under names that no
-other code uses. Only there does the parser accept a distributed parameter, as its local tensor.
+A stand-in is built from the data of a style (`Program`). The stand-in holds the parameters of its module, under names
+that no other code uses. MindSpore's parser accepts a distributed parameter, as its local tensor, under these names
+only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def original_class(module: nn.Cell) -> Any:
 
 
 class GraphCell(nn.Cell):
-    """Cell that replaces another cell in graphs. It registers no parameters: they belong to the replaced cell.
+    """Cell that replaces another cell in graphs. The new cell registers no parameters, because these belong to the
+    replaced cell.
 
     Attributes:
         original: the replaced cell, if its other attributes may be read.

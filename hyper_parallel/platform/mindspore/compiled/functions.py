@@ -3,7 +3,7 @@
 The steps are cells, because a graph takes their backward from `bprop`. MindSpore parses the source of both methods. So
 ``self`` must have that name, and values decided in Python must be attributes.
 
-On CPU graphs have two collectives, among all ranks only: all-gather, and all-reduce in single and half precision. So a
+On CPU, graphs have two collectives: all-gather among all ranks, and all-reduce in single and half precision. So a
 smaller group gathers by an all-reduce. Shards of unequal sizes are also gathered by an all-reduce, of shards padded
 with zeros. Reduce-scatter is an all-reduce and a slice, as in PyNative mode.
 """
@@ -51,7 +51,7 @@ class _AllReduce(nn.Cell):
 
 
 class _AllGather(nn.Cell):
-    """Cell that gathers shards along ``dim``. The shards have the sizes ``sizes``, or equal sizes if that is empty."""
+    """Cell that gathers shards along ``dim``. An empty ``sizes`` means shards of equal sizes."""
 
     def __init__(self, ranks: Ranks, dim: int, sizes: tuple[int, ...] = ()) -> None:
         super().__init__(auto_prefix=False)
@@ -99,7 +99,8 @@ class _OwnPart(nn.Cell):
 
 
 class _ReduceScatter(nn.Cell):
-    """Cell that reduces partial sums and returns this rank's shard of the result along ``dim``. Shards are equal."""
+    """Cell that reduces partial sums and returns this rank's shard of the result along ``dim``. All shards have the
+    same size."""
 
     def __init__(self, ranks: Ranks, dim: int) -> None:
         super().__init__(auto_prefix=False)
@@ -121,7 +122,8 @@ class _ReduceScatter(nn.Cell):
 
 
 class _Exchange(nn.Cell):
-    """Cell that changes the sharded dimension, with equal shards. It gathers and slices: CPUs have no all-to-all."""
+    """Cell that changes the sharded dimension, with equal shards. The cell gathers and slices, because CPUs have no
+    all-to-all."""
 
     def __init__(self, ranks: Ranks, source: int, target: int) -> None:
         super().__init__(auto_prefix=False)
@@ -159,7 +161,7 @@ class Step(nn.Cell):
 
 
 def step_cell(ranks: Ranks, source: Any, target: Any, sizes: tuple[int, ...] = (), for_parts: bool = False) -> nn.Cell:
-    """Return the cell that changes how a tensor is held: see `step_between`."""
+    """Return the cell that converts a tensor from one placement to another: see `step_between`."""
     name = step_between(source, target, for_parts)
     return Same() if name is None or ranks.size == 1 else Step(ranks, name, source, target, sizes)
 

@@ -1,5 +1,4 @@
-"""Replacements for answers to MindSpore's parser that contain DTensors, when ``jit`` or graph mode compiles source
-code.
+"""Replacements of objects that MindSpore's parser looks up, when ``jit`` or graph mode compiles source code.
 
 In place of styled cells the parser gets their stand-ins (`forwards`, `hooks`). Only stand-ins may hold distributed
 parameters. Any other distributed tensor is an error. Reachable tensors raise before anything is parsed. Unreachable
@@ -185,7 +184,8 @@ def checked_resolution(original: Callable, namespace: Any, name: str) -> Any:
 
 
 def checked_answer(original: Callable, *args: Any) -> Any:
-    """Replace other functions of MindSpore that answer the parser. They raise if the answer has a DTensor."""
+    """Replace the other functions that look up objects for MindSpore's parser. The replacements raise if such an object
+    contains a DTensor."""
     answer = original(*args)
     if is_dispatching():
         found = next(_tensors_in([x for x in (*args[:1], answer) if not isinstance(x, dict)]), None)
@@ -195,7 +195,7 @@ def checked_answer(original: Callable, *args: Any) -> Any:
 
 
 def _tensors_in(answer: Any) -> Iterator[Any]:
-    """Yield the DTensors in an answer to MindSpore's parser. Cells are not searched."""
+    """Yield the DTensors in an object that MindSpore's parser looked up. Cells are not searched."""
     if isinstance(answer, InterceptedTensor):
         yield answer
     elif isinstance(answer, (tuple, list)):
@@ -206,7 +206,7 @@ def _tensors_in(answer: Any) -> Iterator[Any]:
 
 
 def _with_stand_ins(answer: Any) -> Any:
-    """Return an answer with stand-ins in place of the cells that have one."""
+    """Return an object that the parser looked up, with stand-ins in place of cells that have a stand-in."""
     if isinstance(answer, MethodType) and answer.__name__ == "construct" and has_stand_in(answer.__self__):
         return stand_in(answer.__self__).construct
     if has_stand_in(answer):

@@ -37,7 +37,7 @@ class Refused:
 
 def graph_error(what: str, found: Any, about: str) -> RuntimeError:
     """Return the error for ``found``, a DTensor or a `Refused`, in the graph called ``what``. ``about`` ends the
-    message, and explains which objects graphs of that kind can hold."""
+    message: it explains which objects such a graph can hold."""
     if isinstance(found, Refused):
         name = found.text
     else:
@@ -58,9 +58,9 @@ def reachable(root: Any, stand_ins: list[nn.Cell] | None = None) -> Iterator[Any
     With a list ``stand_ins``, cells that have stand-ins are added to it, and their contents are not searched. A
     `Refused` is yielded for a styled cell that can have no stand-in.
 
-    The search goes from a function to its defaults, its closure, and the module names that it uses. It goes on to the
-    attributes of these that the function or its callees name. From a cell it goes to parameters, attributes and
-    ``construct``.
+    The search goes from a function to its defaults, its closure, and the module names that it uses. From these objects
+    it follows only attributes that the code of the function or of its callees names. From a cell it goes to parameters,
+    attributes and ``construct``.
     """
     return _walk(root, frozenset(), set(), stand_ins)
 
@@ -106,7 +106,7 @@ def _parts_beside_styles(cell: nn.Cell, stand_ins: list[nn.Cell]) -> Iterable[An
 def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
     """Return the objects that ``x`` refers to.
 
-    It creates none, because objects are known by their id and must stay alive.
+    No object is created for this: the search remembers objects by id, so they must stay alive.
     """
     if isinstance(x, (tuple, list, set, frozenset)):
         return x
@@ -125,8 +125,8 @@ def _parts(x: Any, names: frozenset[str]) -> Iterable[Any]:
 def _parts_of_function(function: FunctionType, beside_weights: bool) -> tuple[Iterable[Any], frozenset[str]]:
     """Return the objects that a function refers to, and the attribute names that it uses.
 
-    With ``beside_weights``, the weights of MindSpore's gradient functions are left out: graphs only differentiate with
-    respect to them.
+    With ``beside_weights``, the weights of MindSpore's gradient functions are left out: graphs differentiate with
+    respect to these weights, and do not read them.
     """
     loaded, attributes = _names_in(function.__code__)
     closure = [

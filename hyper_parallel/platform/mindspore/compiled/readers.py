@@ -23,8 +23,8 @@ _FACTS = ("shape", "dtype", "ndim")
 def shared_inputs(cls: type, layers: frozenset[str]) -> dict[int, frozenset[str]]:
     """Return which ``layers`` share an input of ``construct``: position of the input -> names of the layers.
 
-    ``layers`` are names of attributes. At least two of them must read the input, and no other code. They may read no
-    other tensor.
+    ``layers`` are names of attributes. An input is shared if at least two layers read it, and no other code does. These
+    layers must read no other tensor.
     """
     try:
         construct = _Method(cls, "construct")
@@ -35,7 +35,7 @@ def shared_inputs(cls: type, layers: frozenset[str]) -> dict[int, frozenset[str]
 
 
 class _Method:
-    """The parsed source of a method, with the names of its arguments."""
+    """The parsed source of a method, with the names of the method's arguments."""
 
     def __init__(self, cls: type, name: str) -> None:
         self.name = name

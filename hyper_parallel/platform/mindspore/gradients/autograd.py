@@ -43,7 +43,7 @@ class _Recording:
 
     MindSpore starts a recording with ``new_graph`` and ends it with ``end_graph``. Nothing shows which recording a
     tensor belongs to, and ``_version`` does not count most in-place changes. So values cached in a recording are
-    discarded when it ends or another one starts.
+    discarded when it ends or another recording starts.
     """
 
     holders: ClassVar[list[weakref.ref]] = []
@@ -85,10 +85,10 @@ def counted_end(plain: Callable, executor: Any, function: Any, output: Any, *arg
 def closed_forward(plain: Callable) -> Callable:
     """Wrap the forward of a function or cell whose gradient is asked for.
 
-    After an error of one of its operations MindSpore ends the recording. After any other error (ours among them) it
-    goes on recording. MindSpore then treats later operations as part of a gradient inside another one. There, some
-    operations run other kernels, and some have none. If only one rank meets an error, its computations would differ
-    from those of the other ranks from there on.
+    After an error of one of its operations MindSpore ends the recording. After any other error, such as an error of
+    this library, the recording continues. MindSpore then treats later operations as part of a nested gradient. In such
+    nested gradients, some operations run other kernels, and some have no kernel. After an error on one rank alone, its
+    later computations would differ from those of the other ranks. So this function ends the recording.
     """
 
     @functools.wraps(plain)
@@ -117,8 +117,8 @@ def closed_forward(plain: Callable) -> Callable:
 def _reduced(output: Any) -> Any:
     """Return the outputs at which backward starts.
 
-    For an average, an extreme value or a product, some ranks' values receive no gradient, or a part of it. There
-    backward starts at the reduced tensor.
+    A partial output that is not a sum is reduced, and backward starts at the reduced tensor. For an average, an extreme
+    value or a product, some ranks get no gradient, or a part of it.
     """
     if isinstance(output, (tuple, list)):
         new = [_reduced(y) for y in output]
@@ -210,8 +210,7 @@ class DelayedGradients:
     def take(cls, parameter: Any) -> bool:
         """Return whether the running backward belongs to the innermost context, and that context delays ``parameter``.
 
-        The answer is False for a backward that the differentiated function runs itself. That function would read an
-        incomplete gradient.
+        False for a backward that runs inside the differentiated function, which would read an incomplete gradient.
         """
         if not cls._open or is_recording():
             return False

@@ -1,9 +1,9 @@
 """Gradients of functions with distributed parameters and inputs, as DTensors: the functions of
 `hyper_parallel.mindspore`.
 
-MindSpore's own `mindspore.value_and_grad` works on such functions too and runs here. It returns plain local tensors.
-These functions turn them into DTensors with the placements of the gradient contract: those of the parameter, with
-``Replicate`` for ``Partial``.
+MindSpore's own `mindspore.value_and_grad` computes the gradients, as plain local tensors. The functions of this module
+turn these gradients into DTensors. A gradient has the placements of its parameter, with ``Replicate`` in place of
+``Partial``.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _positions(grad_position: Any) -> tuple[int, ...] | None:
 
 
 def _weighted(fn: Callable, has_aux: bool) -> Callable:
-    """Return a function of the inputs of ``fn`` and a sensitivity. It returns the sum of outputs times sensitivity, and
-    the outputs.
+    """Return a function of the inputs of ``fn`` and a sensitivity. The new function returns the sum of outputs times
+    sensitivity, and the outputs.
 
     MindSpore would use this rank's shard of a sensitivity as if it were the full one, however it is placed.
     """

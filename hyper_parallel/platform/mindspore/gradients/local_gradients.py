@@ -1,9 +1,9 @@
 """Plain gradients of distributed parameters, which MindSpore's own functions return: each rank's shard.
 
-Such a tensor looks like any other, and its norm is not that of the full gradient. So the gradients of the last backward
-are marked. Functions that need full gradients read the layout of the full gradient from the mark. Tensors computed from
-marked ones have no mark. These functions reject an unmarked tensor that has the shape of some rank's shard. All ranks
-make the same decision, because the shapes of all ranks' shards count.
+Such a tensor looks like any other, but its norm is not the norm of the full gradient. So the gradients of the last
+backward are marked. Functions that need full gradients read the layout of the full gradient from the mark. A tensor
+computed from marked tensors has no mark. Clipping and similar functions reject an unmarked tensor that has the shape of
+some rank's shard. All ranks make the same decision, because the shapes of all ranks' shards count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LocalGradients:
 
     @classmethod
     def mark(cls, result: Any, operation: Any, weights: Any) -> Any:
-        """Mark the gradients of ``weights`` in the ``result`` of a backward, and return it.
+        """Mark the gradients of ``weights`` in the ``result`` of a backward, and return ``result``.
 
         ``operation`` is MindSpore's gradient operation.
         """
@@ -56,15 +56,15 @@ class LocalGradients:
 
     @classmethod
     def expect(cls, sources: Iterable[Any]) -> list[Any]:
-        """Return layouts of the gradients of ``sources``. From now on, plain tensors of the program may be their
-        shards."""
+        """Return layouts of the gradients of ``sources``. From now on, plain tensors of the program may be shards of
+        these gradients."""
         layouts = [getattr(source, "_layout", None) for source in sources]
         cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
         return layouts
 
     @staticmethod
     def mark_one(gradient: Any, layout: Any) -> None:
-        """Mark a plain tensor as the local shard of a gradient with that layout, None for a plain gradient."""
+        """Mark a plain tensor as the local shard of a gradient with ``layout``; None marks a plain gradient."""
         gradient.__dict__[_MARK] = layout
 
     @classmethod
@@ -101,7 +101,7 @@ def is_part(layout: Any) -> bool:
 
 
 def layout_of_gradient(gradient: Any) -> tuple[bool, Any]:
-    """Return whether a backward returned the tensor, and the layout of the distributed gradient that it is a shard
-    of."""
+    """Return whether a backward returned the tensor, and the layout of the distributed gradient. The tensor is a shard
+    of that gradient."""
     marks = gradient.__dict__
     return _MARK in marks, marks.get(_MARK)

@@ -28,10 +28,10 @@ v_proj_weight static_k static_v average_attn_weights is_causal k_is_v q_is_k dty
 def attention_by_heads(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Replace ``multi_head_attention_forward``: the projections, attention for each head, and the output projection.
 
-    It applies to weights that are DTensors. A weight in which query, key and value are packed (`PackedShard`) gives
-    sharded heads, as `ColwiseParallel` does. An output projection sharded along its input then gives a partial sum, as
-    `RowwiseParallel` does. Biases of keys and values, dropout in training and masks of each head are left to
-    MindSpore's function.
+    The replacement applies to weights that are DTensors. A weight in which query, key and value are packed
+    (`PackedShard`) gives sharded heads, as `ColwiseParallel` does. An output projection sharded along its input then
+    gives a partial sum, as `RowwiseParallel` does. Biases of keys and values, dropout in training and masks of each
+    head are left to MindSpore's function.
     """
     if not is_dispatching():
         return original(*args, **kwargs)
@@ -98,7 +98,7 @@ def _projected(xs: tuple, weights: tuple | None, packed: Any, bias: Any, same: b
 
 
 def _with_zeros(x: Any, dim: int) -> Any:
-    """Append a zero along ``dim``: a key and a value for all samples, which no mask hides."""
+    """Append zeros of size 1 along ``dim``, as for an additional key and value that no mask excludes."""
     return mint.cat([x, ops.zeros_like(mint.narrow(x, dim, 0, 1))], dim)
 
 

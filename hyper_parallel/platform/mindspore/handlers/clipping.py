@@ -1,7 +1,7 @@
 """Gradient clipping by norm, and detection of infinities, which need the gradients of all ranks.
 
-DTensors carry their layout. `LocalGradients` knows plain local gradients. A tensor that may have been computed from a
-local gradient is rejected where its norm matters.
+A DTensor has a layout. `LocalGradients` has the layouts of plain local gradients. A plain tensor that may have been
+computed from a local gradient is rejected where its norm matters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORDERS = (1, 2, float("inf"))
 
 
 def clipping(plain: Callable, *args: Any, name: str, place: int, **kwargs: Any) -> Any:
-    """Call ``plain`` with gradients as the argument at ``place``.
+    """Call ``plain``, which clips the gradients in its argument ``place``.
 
     Local gradients are treated as shards. Errors name ``name``.
     """
@@ -88,7 +88,7 @@ def looking(plain: Callable, inputs: Any) -> Any:
 
 
 def refuse_parts(cell: Any, given: Any) -> None:
-    """Raise ValueError if a graph of ``cell`` clips gradients and would treat shards of gradients as full ones."""
+    """Raise ValueError if a graph of ``cell`` clips gradients and would treat shards of gradients as full gradients."""
     if isinstance(cell, (_ClipByGlobalNorm, nn.ClipByNorm)):
         name = type(cell).__name__
         for tensor in given if isinstance(given, (tuple, list)) else [given]:
@@ -124,7 +124,7 @@ def _own_layout(tensor: Any) -> Any:
 
 
 def _distributed(tensor: Any, layout: Any) -> Any:
-    """Return the tensor as a DTensor of ``layout``, which differs from its own in the mesh alone."""
+    """Return the tensor as a DTensor of ``layout``, which differs from the tensor's own layout in the mesh alone."""
     if layout is None or getattr(tensor, "_layout", None) is layout:
         return tensor
     platform = layout.mesh.platform

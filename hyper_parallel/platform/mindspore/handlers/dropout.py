@@ -22,7 +22,8 @@ def _is_distributed(x: Any) -> bool:
 
 # MindSpore finds the kernel of a primitive by the name of its class.
 class Dropout(ops.Dropout):
-    """Primitive of `nn.Dropout`. With seeds it draws from a `Stream`, without seeds as `ops.dropout` does."""
+    """Primitive of `nn.Dropout`. A primitive with seeds draws from a `Stream`. A primitive without seeds draws as
+    `ops.dropout` does."""
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
         if _is_distributed(x):
@@ -37,7 +38,7 @@ class Dropout(ops.Dropout):
 
 
 class _OfChannels:
-    """Replacement for the kernels of primitives that drop entire channels."""
+    """Dropout of entire channels, in place of a primitive's kernel."""
 
     keep_prob: float
 
@@ -70,7 +71,8 @@ _IN_PLACE: dict[type, type] = {ops.Dropout: Dropout, ops.Dropout2D: Dropout2D, o
 
 
 def drops_apart(cell: Any) -> bool:
-    """Return whether ranks drop different elements in ``cell`` in a graph, where MindSpore's kernel draws."""
+    """Return whether ranks would drop different elements when ``cell`` runs in a graph, with MindSpore's random
+    numbers."""
     if not cell.training or ms.get_context("device_target") != "CPU":
         return False
     rates = [1.0 - it.keep_prob for it in cell._primitives.values() if type(it) in _IN_PLACE.values()]

@@ -55,7 +55,7 @@ def stack(prim: Any, tensors: tuple) -> Any:
 
 
 def add_all(prim: Any, tensors: tuple) -> Any:
-    """Run `ops.AddN`. In a norm, the added tensors have one element each, and may be on several meshes."""
+    """Run `ops.AddN`. A norm adds tensors of one element each, which may be on several meshes."""
     by_mesh: dict[Any, list[Any]] = {}
     for t in tensors:
         by_mesh.setdefault(t._layout.mesh if isinstance(t, InterceptedTensor) else None, []).append(t)
@@ -77,8 +77,8 @@ def _has_infinity(x: Any) -> Any:
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
 def checked_index(original: Callable, x: Any, index: Any, *value: Any) -> Any:
-    """Replace ``__getitem__`` or ``__setitem__`` of tensors. ``plain[distributed]`` would use this rank's shard of the
-    index. Core raises the error that plain and distributed tensors do not mix."""
+    """Replace ``__getitem__`` or ``__setitem__`` of tensors. MindSpore would compute ``plain[distributed]`` with this
+    rank's shard of the index. Core raises the error that plain and distributed tensors do not mix."""
     if type(index) not in _PLAIN_INDICES and is_dispatching():
         found = next(distributed_in(index), None)
         if found is not None:
@@ -92,9 +92,8 @@ _PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
 
 # -------------------------------------------------------------------- cells that write their own backward
 def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the call of a cell with a ``bprop``, such as that of `ops.nanmean`. MindSpore would pass this rank's
-    shards of recorded tensors to ``bprop``. So such a cell runs on gathered operands, as any function without a
-    rule."""
+    """Replace the call of a cell with a ``bprop``, such as the cell of `ops.nanmean`. MindSpore would pass this rank's
+    shards of recorded tensors to ``bprop``. So the cell runs on gathered operands, like any function without a rule."""
     found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
     if found is None:
         return original(cell, *args, **kwargs)
@@ -111,8 +110,8 @@ def gathered_bprop(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> 
 
 
 def gathered_apply(original: Any) -> classmethod:
-    """Replace `_Function.apply`, a user-defined function with its own backward. It runs on gathered operands, as any
-    function without a rule. MindSpore would pass this rank's shards to forward and backward."""
+    """Replace `_Function.apply`, a user-defined function with its own backward. MindSpore would pass this rank's shards
+    to forward and backward. So the function runs on gathered operands, like any function without a rule."""
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         found = next(distributed_in((args, kwargs)), None) if is_dispatching() else None
@@ -133,9 +132,9 @@ REFLECTED = {
 
 
 def reflected_operator(original: Callable, x: Any, other: Any, reflected: str) -> Any:
-    """Replace an operator of parameters. Python tries the right operand first if its class derives from the left one's.
-    That holds for plain tensors, but not in ``parameter * distributed``. MindSpore then considers the left operand
-    only."""
+    """Replace an operator of parameters. Python asks the right operand first if its class derives from the class of the
+    left operand. DTensors derive from plain tensors, but not from parameters. So in ``parameter * distributed``
+    MindSpore would consider the parameter only."""
     if isinstance(other, InterceptedTensor) and is_dispatching():
         return getattr(other, reflected)(x)
     return original(x, other)

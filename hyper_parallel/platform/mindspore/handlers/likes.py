@@ -1,8 +1,8 @@
 """Functions that make a tensor like a given DTensor: ``ops.randn_like(x)``, ``x.new_zeros(size)`` and others.
 
-MindSpore's functions read the shape, which is the global one, and make a plain tensor. Their replacements
+MindSpore's functions read the global shape, and make a plain tensor of that shape. Their replacements
 (`platform.mindspore.patches`) give the result the layout of the DTensor, and change nothing for plain tensors. Random
-numbers are those of a single device.
+numbers are the same as on a single device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ DRAWS = tuple(f"{name}_like{ext}" for name in ("rand", "randn", "randint") for e
 
 
 def draw_like(plain: Callable, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a function of `DRAWS`. Every rank draws the full tensor and keeps its shard. On request, it draws uniform
-    and normal numbers for its shard alone."""
+    """Replace a function of `DRAWS`. Every rank draws the full tensor and keeps its shard. On request, each rank draws
+    uniform and normal numbers for its shard alone."""
     if not isinstance(input, InterceptedTensor) or not is_dispatching():
         return plain(input, *args, **kwargs)
     layout = input._layout.cotangent

@@ -2,8 +2,8 @@
 
 ``ops.cross_entropy`` runs some twenty primitives. Each is correct on DTensors, but together they gather the classes. So
 the functions are replaced (`platform.mindspore.patches`): DTensors go to core as one operation, and for plain tensors
-nothing changes. A name that a program imported from MindSpore before the first DTensor was made keeps the original
-function: correct, but with gathered classes.
+nothing changes. If a program imported such a function by name before the first DTensor, it keeps the original function.
+Its result is correct, but it gathers the classes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def dispatched_loss(original: Callable, *args: Any, loss: str, **kwargs: Any) ->
 
 
 def _smooths(args: tuple, kwargs: dict) -> bool:
-    """Return whether ``nll_loss`` got label smoothing. Then it is not dispatched as one operation."""
+    """Return whether ``nll_loss`` got label smoothing. With label smoothing, ``nll_loss`` is not dispatched as one
+    operation."""
     return bool(args[5] if len(args) > 5 else kwargs.get("label_smoothing", 0.0))
 
 

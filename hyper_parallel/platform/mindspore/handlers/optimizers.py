@@ -1,9 +1,9 @@
 """Optimizers on distributed parameters.
 
-MindSpore's optimizers update each element independently, with few exceptions: they step on the local tensors, compiled,
-as fast as on plain ones. `nn.AdaFactor` is dispatched operation by operation. So are classes that are not MindSpore's
-own, because nothing is known about them. Other optimizers that are not element-wise have no kernel on CPU with which
-they could be tested. They are rejected.
+MindSpore's optimizers update each element independently, with few exceptions: these run compiled on the local tensors,
+as fast as on plain tensors. `nn.AdaFactor`, and optimizers that are not MindSpore's own, are dispatched operation by
+operation. MindSpore's other optimizers that are not element-wise are rejected: they have no kernel on CPU, so they
+could not be tested.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _check_elements(optimizer: Any) -> None:
 
 
 def _check_state(optimizer: Any) -> None:
-    """Raise ValueError for state of full shape that was made before its parameter was sharded."""
+    """Raise ValueError for optimizer state of the full shape, made before the parameter was sharded."""
     shapes = {p.name: p._layout for p in _sharded_parameters(optimizer)}
     for state in optimizer.get_parameters() if shapes else ():
         # Named after its kind and the parameter: "moment1.layers.0.weight".
@@ -163,8 +163,8 @@ def _written_in_operations(optimizer: Any) -> Iterator[None]:
 def run_compiled_step(original: Any, executor: Any, args: tuple, kwargs: dict) -> Any:
     """Run the compiled ``construct`` of one of MindSpore's optimizers while interception is on.
 
-    For `nn.AdaFactor`, which runs operation by operation, the uncompiled function is called. In other cases, a class
-    derived from an element-wise optimizer has called ``super().construct``, which steps on the local tensors.
+    For `nn.AdaFactor`, which runs operation by operation, the uncompiled function is called. Otherwise the caller is a
+    subclass of an element-wise optimizer, by ``super().construct``, and the step runs on the local tensors.
     """
     if isinstance(executor.obj, nn.AdaFactor):
         return executor.fn(*args, **kwargs)

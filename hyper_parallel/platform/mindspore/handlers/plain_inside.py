@@ -1,6 +1,6 @@
 """Functions of MindSpore that make plain tensors internally, from sizes and numbers: zeros to compare with, or indices
-of a slice. These tensors are the same on all ranks, so the functions run with such tensors treated as replicated.
-Tensors that the caller passes must still be distributed."""
+of a slice. These tensors are the same on all ranks, so they are treated as replicated while the function runs. Tensors
+that the caller passes must still be distributed."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Plain tensors combined with DTensors, where MindSpore would fail without an explanation or use this rank's shard.
 
-If a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees a tensor of another class. It reads
-``__fallback__`` of the plain one. `Fallback` answers for plain tensors alone. A parameter with the attribute would
-itself count as a tensor of another class, in every operation.
+If a plain tensor comes first, as in ``plain.mul(distributed)``, MindSpore sees a tensor of another class. It then reads
+``__fallback__`` of the plain tensor, which the descriptor `Fallback` supplies. Parameters must not have the attribute:
+MindSpore would then treat them as tensors of another class in every operation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def checked_assign(original: Callable, target: Any, value: Any) -> Any:
 
 
 def checked_update(original: Callable, param: Any, new_param: Any, strict_load: bool) -> None:
-    """Replace the function by which ``load_param_into_net`` sets a parameter. Distributed parameters take full values,
-    and plain ones no shards."""
+    """Replace the function by which ``load_param_into_net`` sets a parameter. A distributed parameter takes full
+    values. A plain parameter rejects shards."""
     if isinstance(param, InterceptedTensor) and is_dispatching():
         distributed = isinstance(new_param, InterceptedTensor)
         original(_Whole(param), SimpleNamespace(data=new_param) if distributed else new_param, strict_load)
@@ -63,8 +63,8 @@ class _Whole:
 
 
 def whole_values(original: Callable, save_obj: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace the function that collects the entries of ``save_checkpoint``. It returns full values of distributed
-    parameters, one parameter at a time. All ranks of their meshes must call it."""
+    """Replace the function that collects the entries of ``save_checkpoint``. The replacement gathers the full values of
+    distributed parameters, one parameter at a time. All ranks of the meshes must make this call."""
     entries = original(save_obj, *args, **kwargs)
     if not is_dispatching():
         return entries

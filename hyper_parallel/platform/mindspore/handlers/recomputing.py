@@ -11,11 +11,11 @@ __all__ = ["checked_block"]
 
 
 def checked_block(original: Callable, recomputed: Any, block: Any) -> Any:
-    """Run ``original(recomputed, block)``, by which the cell ``recomputed`` takes the parameters of ``block``, a cell
-    or a method.
+    """Run ``original(recomputed, block)``, which gives the parameters of ``block``, a cell or a method, to the cell
+    ``recomputed``.
 
-    While a unit of data parallelism runs, other tensors replace its parameters. MindSpore would give the gradients to
-    the replacements.
+    While a unit of data parallelism runs, other tensors stand in its table of parameters. MindSpore would compute
+    gradients for these tensors.
 
     Raises:
         ValueError: for a cell with parameters of a unit that runs.

@@ -1,5 +1,5 @@
-"""Rows for primitives that are called again with their original arguments. Local tensors replace the distributed ones.
-A call on small tensors determines the shapes of the results."""
+"""Rows for primitives that are called again with their original arguments. Local tensors replace the DTensors. A call
+on small tensors determines the shapes of the results."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def shapes_of(
     given: Given, shapes: tuple, native: Native = call_native, facts: tuple = ()
 ) -> tuple[tuple[int, ...], ...] | None:
     """Return the result shapes of a call whose operands have ``shapes``, which should be small: the call runs once.
-    None if MindSpore rejects it. It will then reject the call itself, with a better message.
+    None if MindSpore rejects this call. MindSpore will then also reject the call of the program, with a better message.
 
     Args:
         given: the call.

@@ -65,7 +65,7 @@ _REDUCTIONS = {0: "sum", 1: "mean", 2: "none"}
 class _Held:
     """Stored values and dtype of a tensor in static arguments, such as sizes or dimensions.
 
-    Every rank has this tensor, or a DTensor of it.
+    The tensor is the same on every rank, or a DTensor.
     """
 
     values: Any
@@ -175,8 +175,8 @@ def _call_anywhere(func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def _inplace(call: Call) -> Call:
-    """Return a ``call`` of a primitive that writes in place. On CPU most of these return a new tensor and write
-    nothing. The others lose a write to a view."""
+    """Return a ``call`` of a primitive that writes in place. On CPU most such primitives return a new tensor and write
+    nothing. The other primitives lose a write to a view."""
 
     def write(func: Any, operands: tuple, static_args: Any) -> Any:
         target = operands[0]

@@ -1,7 +1,7 @@
 """Primitives without a rule that are compositions of operations with rules.
 
-The functions of `COMPOSED` get the native function and its arguments, and call MindSpore's functions on DTensors. They
-return NotImplemented for calls that they do not cover, which then run on gathered operands.
+The functions of `COMPOSED` get the native function and its arguments, and call MindSpore's functions on DTensors. A
+function returns NotImplemented for a call that it does not cover. The call then runs on gathered operands.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def _on_cpu(function: Callable) -> Composition:
 # -------------------------------------------------------------------- statistics over the batch
 def _batch_norm(func: Any, args: tuple, kwargs: dict) -> Any:
     """Compute batch norm from mean and variance of the global batch: each takes one all-reduce with one number per
-    channel. Running statistics are updated as by the kernel. With given statistics, the kernel runs on each shard."""
+    channel. Running statistics are updated as the kernel would update them. With given statistics, the kernel runs on
+    each shard."""
     x, weight, bias, running_mean, running_var, training, eps, momentum = args[:8]
     if not training:
         given = (_distributed(running, args) for running in (running_mean, running_var))
@@ -204,7 +205,7 @@ def _refuse_partial(running_mean: Any, running_var: Any) -> None:
 
 
 def _whole_sums(x: Any) -> Any:
-    """Reduce partial sums once: otherwise each following operation would reduce them."""
+    """Reduce partial sums now, so that following operations do not each reduce them again."""
     if not any(p.is_partial() for p in x.placements):
         return x
     return x.redistribute(placements=x._layout.cotangent.placements)

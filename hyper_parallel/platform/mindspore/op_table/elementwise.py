@@ -48,7 +48,7 @@ _FLAT = "Ceil FloorDiv FloorDivScalar Round Sign TruncateDiv"
 
 
 def _like(value: float) -> Call:
-    """Return a ``call`` that fills a tensor like the operand. Static arguments are the other arguments of the call."""
+    """Return a ``call`` that fills a tensor like the operand. All other arguments of the call are static."""
 
     def call(func: Any, operands: tuple, static_args: Any) -> Any:
         args, named = static_args or ((), ())
@@ -114,7 +114,8 @@ def _cast(args: tuple, kwargs: dict) -> NativeOp:
 def _bias_add(args: tuple, kwargs: dict) -> NativeOp | None:
     """Choose the op-table row for BiasAdd.
 
-    It adds along dim 1. For matrices, as in nn.Dense, that is an ordinary broadcast; otherwise it is a composition.
+    BiasAdd adds the bias along dim 1. For matrices, as in nn.Dense, this is an ordinary broadcast. For other tensors
+    BiasAdd is composed of other operations.
     """
     return _ADD if isinstance(args[0], Tensor) and args[0].ndim == 2 else None
 

@@ -1,7 +1,7 @@
 """Layers described by their signatures: convolutions, pools, resampling, and others that mix positions of an image.
 
-They use the canonical operation ``labelled``. Shapes of results come from a call on small tensors, in which batches and
-channels have size 1.
+These layers use the canonical operation ``labelled``. Shapes of results come from a call on small tensors, in which
+batches and channels have size 1.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ _FORGOTTEN: Any = ...
 
 
 def _of_none(shapes: tuple) -> tuple:
-    """Return a signature and shapes that no rule supports, because every operand has one dimension too many in it."""
+    """Return a signature that no rule supports: it has one dimension more than each operand. Also return the shapes of
+    the results."""
     return f"{','.join('.' * len((*(shape or ()), 0)) for shape in shapes)}->.", ((),), 0
 
 
@@ -179,8 +180,8 @@ def _transposed(dims: int) -> Sign:
 def _call_transposed(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
     """Call a transposed convolution, whose primitive is the gradient of a convolution.
 
-    The call also has the global sizes of its result, of which this rank computes a shard. The primitive's number of
-    channels is that of x, which is the convolution's number of output channels.
+    The call also has the global sizes of its result, of which this rank computes a shard. The primitive has as many
+    channels as x: the output channels of the convolution.
     """
     p, (x, weight, sizes) = func.prim, args
     prim = _conv_transpose(weight.shape[0], p.kernel_size, p.pad_mode.lower(), p.padding, p.stride, p.dilation)
@@ -200,10 +201,7 @@ def _unpool(ksize: tuple, strides: tuple, pads: tuple, output_shape: tuple) -> A
 
 
 def _call_unpool(func: Any, args: list, kwargs: dict, static_args: tuple) -> Any:
-    """Call the unpooling.
-
-    The shape of its result is an attribute of the primitive, and is replaced by the local one.
-    """
+    """Call the unpooling with the local shape of its result, an attribute of the primitive."""
     attributes = func.prim.attrs
     if not attributes["output_shape"]:
         return func(*args)
@@ -263,7 +261,7 @@ def _kept_but(which: Callable[[Given], tuple[int, ...]], terms: str = "") -> Sig
 
 
 def _not_of_renorm(given: Given) -> tuple[int, ...]:
-    """Return all dimensions but that of the slices."""
+    """Return all dimensions except the dimension along which the slices are taken."""
     ndim = _ndim(given)
     return tuple(d for d in range(ndim) if d != given.func.prim.dim % ndim)
 

@@ -41,7 +41,7 @@ def _behind(given: Given) -> tuple:
 
 
 def _behind_lu(given: Given) -> tuple:
-    """Return the static arguments of `LuSolve`, whose result has the shape of the right sides."""
+    """Return the static arguments of `LuSolve`, whose result has the shape of the right-hand sides of the equations."""
     x, factors, pivots = given.shapes
     if len(x) != len(factors) or len(pivots) != len(x) - 1:
         return (), ()

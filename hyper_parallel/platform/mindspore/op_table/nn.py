@@ -53,7 +53,8 @@ def _look_up(ids: Any, weight: Any, padding: None) -> Any:
 
 
 def _embedding(func: Any, xs: tuple, static_args: tuple) -> Any:
-    """Look up rows. ``Embedding`` has no kernel on CPU and no max_norm here; padding only affects the gradient."""
+    """Look up rows of the weight. ``Embedding`` has no kernel on CPU. Calls with max_norm do not come here; padding
+    affects the gradient only."""
     ids, weight = xs
     padding = static_args[0]
     if padding is not None and device_target() != "CPU":
@@ -116,9 +117,9 @@ _FLASH_ATTENTION = row("attention", _bind_flash_attention, _flash_attention)
 
 
 def _choose_flash_attention(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the op-table row for the layout (batch, heads, length, features).
+    """Choose the op-table row for attention with dimensions (batch, heads, length, features).
 
-    Calls with the rarer operands have no rule.
+    Calls with rare operands have no rule.
     """
     known = len(args) == 18 and args[_LAYOUT] == _BNSD and all(args[i] is None for i in _RARE)
     return _FLASH_ATTENTION if known else None

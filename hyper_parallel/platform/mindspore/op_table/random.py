@@ -19,7 +19,7 @@ def _bind_primitive(func: Any, args: tuple, kwargs: dict) -> Bound:
     """Bind ``Dropout(x, keep_prob, seed, seed)``.
 
     A call of `ops.dropout` has already drawn the seeds. `_dropout` calls `ops.dropout` again, so the first draw is
-    undone here. A layer has drawn its seeds once.
+    undone here. The seeds of a layer stay as they are.
     """
     x, keep, *seeds = args
     if is_of_one_call(func.prim):

@@ -100,8 +100,8 @@ _REDUCTIONS: dict[str, NativeOp] = {
 
 
 def _choose_extreme(of_all: str) -> Choose:
-    """Return a choice between two rows. Over all elements, a rule combines the ranks' results. Along a dim, the native
-    call returns more."""
+    """Return a function that chooses one of two rows: for a reduction over all elements, or along a dim. Over all
+    elements, a rule combines the results of the ranks. Along a dim, the native call returns indices too."""
     without_dims, with_dims = _REDUCTIONS[of_all], repeated("reduce_whole", _REDUCED)
     return lambda args, kwargs: without_dims if len(args) == 1 and not kwargs else with_dims
 
@@ -117,7 +117,7 @@ VARIANTS: dict[str, Choose] = by_name(
 
 # -------------------------------------------------------------------- along a dimension
 def _of_last(func: Any, xs: tuple, static_args: tuple) -> Bound:
-    """Read the dim of a reduction; the default is the last one."""
+    """Read the dim of a reduction; the default is the last dim."""
     dim, *others = static_args
     return xs, (-1 if dim is None else dim, *others)
 

@@ -22,7 +22,7 @@ _BATCH = "abdefklm"
 def _at(how: str | None = None) -> Facts:
     """Return a function that computes the static arguments of ``scatter`` and ``index_write``.
 
-    If ``how`` is None, the function reads it from the call.
+    If ``how`` is None, the function reads ``how`` from the call.
     """
     return lambda given: (given.values["dim"], how or _HOW.get(given.values.get("reduce", 0), "combine"))
 
@@ -40,7 +40,7 @@ def _nothing(given: Given) -> tuple:
 def _at_points(terms: str, adds: bool = False) -> NativeOp:
     """Return the op-table row for ``x[index[t, 0], index[t, 1], ...] = updates[t]``, or for another combination.
 
-    Updates that are added may be sharded.
+    Updates may be sharded if they are added.
     """
 
     def sign(given: Given) -> str | None:
@@ -112,7 +112,8 @@ _ADDED = as_called("index_write", "x index source", _by_attribute, _of_copy)
 
 
 def _choose_index_add(args: tuple, kwargs: dict) -> NativeOp | None:
-    """Choose the op-table row for `ops.index_add`. It writes to a parameter, which only the original call does."""
+    """Choose the op-table row for `ops.index_add`. For a parameter the original call must run, because it writes to the
+    parameter."""
     return None if isinstance(args[0], Parameter) else _ADDED
 
 

@@ -23,7 +23,7 @@ __all__ = ["OPS", "VARIANTS"]
 
 # -------------------------------------------------------------------- views
 def _squeeze(x: Any, dims: tuple[int, ...] | None) -> Any:
-    """Squeeze by a reshape, because a local dim may have size 1 where the global one has not."""
+    """Squeeze by a reshape, because a dim of another global size may have local size 1."""
     if dims is None:
         return ops.squeeze(x)
     drop = {d % x.ndim for d in dims}
@@ -100,8 +100,8 @@ _PARTS: dict[str, NativeOp] = {
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     """Bind ``f(x, index)``, or ``f(x, index, value)`` for a write.
 
-    The number of true elements in a mask depends on the data. A single mask has a rule for a read, and for the write of
-    one value. Other masks are replaced by the indices of their true elements.
+    The number of true elements in a mask depends on the data. A rule covers reads with a single mask, and writes of one
+    value to it. In other indices, each mask is replaced by the indices of its true elements.
     """
     value: Sequence[Any]
     x, index, *value = args
@@ -169,7 +169,7 @@ def _basic_index(x: Any, index: tuple) -> Any:
 def _of_values(func: Any, xs: tuple, static_args: tuple) -> Bound:
     """Return static arguments with the values ``on`` and ``off`` as numbers.
 
-    They come as 0-d tensors that give the dtype.
+    MindSpore passes 0-d tensors, whose dtype the result gets.
     """
     depth, on, off = static_args
     return xs, (depth, on.item(), off.item(), on.dtype)

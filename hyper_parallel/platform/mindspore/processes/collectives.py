@@ -1,8 +1,8 @@
-"""Collectives on plain local tensors. Core emulates those that the communication library lacks: see `supports`.
+"""Collectives on plain local tensors. Core emulates collectives that the communication library lacks: see `supports`.
 
 On CPU (mccl) there are all_reduce, all_gather and broadcast; reduce_scatter, all_to_all and scatter exist on Ascend.
-In-place collectives silently ignore non-contiguous tensors. On CPU they also ignore tensors that are part of a larger
-storage. `dense` copies these.
+In-place collectives silently ignore non-contiguous tensors. On CPU, in-place collectives also ignore tensors that are
+part of a larger storage. `dense` copies such tensors.
 """
 
 from __future__ import annotations
@@ -134,8 +134,7 @@ class CollectiveVerbs:
         return local
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int, group: Any) -> Tensor:
-        """Scatter by a broadcast of all parts, since the CPU has no scatter. `supports` denies it, so core
-        broadcasts."""
+        """Scatter the parts. On CPU `supports` returns False for scatter, so core broadcasts all parts instead."""
         size = dist.get_world_size(group)
         parts = [out] * size if parts is None else parts
         everything = self.broadcast(ops.stack(tuple(parts)), src, group)

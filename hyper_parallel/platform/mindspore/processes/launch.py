@@ -1,7 +1,7 @@
 """Process groups: the launchers' environments, the default group, subgroups.
 
-Without msrun, ranks meet through a `TCPStore`, for which torchrun's four environment variables are enough. Under msrun
-they meet at its scheduler, and then make a store.
+Without msrun, ranks meet through a `TCPStore`, for which torchrun's four environment variables are enough. Under msrun,
+ranks meet at msrun's scheduler, and then make a store.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ _known_target: str | None = None
 
 
 def device_target() -> str:
-    """Return ``"CPU"`` or ``"Ascend"`` from MindSpore's context. The answer is cached once there are process groups,
-    after which it cannot change: MindSpore takes 20 us for it."""
+    """Return ``"CPU"`` or ``"Ascend"`` from MindSpore's context. MindSpore takes 20 us to answer. So the answer is
+    cached once process groups exist: from then on it cannot change."""
     global _known_target
     if _known_target is not None:
         return _known_target
@@ -99,7 +99,7 @@ class World:
     listener: socket.socket | None = None
 
     def leave(self) -> None:
-        """Wait until every rank leaves or is lost: until then it may need messages of this rank."""
+        """Wait until every other rank leaves or is lost. Until then, that rank may need messages of this rank."""
         self.left = True
         if self.store is None and not self.failed and "MS_SCHED_HOST" in os.environ:
             with suppress(RuntimeError):  # a rank is lost
@@ -229,7 +229,7 @@ class GroupVerbs:
         return NativeGroup(ranks, native, native)
 
     def native_group(self, group: str | None) -> str | None:
-        """Return the name of a group. A group of one rank is made when its name is first asked for."""
+        """Return the name of a group. The first request for the name of a one-rank group makes that group."""
         world = self._need_world()
         if world.group is not None and group == _self_group(world.rank) and group not in world.subgroups.values():
             communication.create_group(group, [world.rank])
@@ -270,7 +270,8 @@ class GroupVerbs:
 
 
 def _self_group(rank: int) -> str:
-    """Return the name of the group of one rank. It needs no communicator: core does not call collectives on it."""
+    """Return the name of the group of one rank. The group needs no communicator, because core calls no collectives on
+    it."""
     return f"hp_{rank}"
 
 
@@ -283,7 +284,7 @@ def _adopt() -> World:
 def _select_device(environment: Any) -> None:
     """Select the device that ``LOCAL_RANK`` of torchrun names, unless the program has chosen one.
 
-    Otherwise MindSpore would use device 0 on every rank. Under msrun it selects the device itself.
+    Otherwise MindSpore would use device 0 on every rank. Under msrun MindSpore selects the device itself.
     """
     if int(ms.get_context("device_id")) == 0 and "LOCAL_RANK" in environment:
         ms.set_device("Ascend", number_in(environment, "LOCAL_RANK"))
@@ -295,7 +296,7 @@ def _meet(backend: str, environment: Any, timeout: timedelta) -> World:
     if missing:
         raise RuntimeError(
             f"WORLD_SIZE is {environment['WORLD_SIZE']} but {', '.join(missing)} is not set: start the processes with "
-            "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each"
+            "msrun or torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in each process"
         )
     rank, size = rank_and_size(environment, "RANK", "WORLD_SIZE")
     port = number_in(environment, "MASTER_PORT")

@@ -24,7 +24,7 @@ _FAILURES = re.compile(
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Return whether a collective lost a rank, and did not just reject its arguments."""
+    """Return whether a collective failed because of a lost rank, not because of its arguments."""
     return _FAILURES.search(str(error)) is not None
 
 
@@ -37,8 +37,8 @@ def check_group(group: Any, lost: Lost) -> None:
 def find_missing_ranks(
     store: Any, me: int, group: str, ranks: Sequence[int], report: str, groups: Mapping[str, Sequence[int]], lost: Lost
 ) -> tuple[dict[int, str], tuple[int, ...]] | None:
-    """Find the missing ranks after a failed collective; see `Platform.find_missing_ranks`. Groups of this rank with
-    missing ranks are lost from then on.
+    """Find the missing ranks after a failed collective; see `Platform.find_missing_ranks`. From then on, later
+    collectives on groups with missing ranks raise at once.
 
     Args:
         store: a ``TCPStore`` of all ranks, served by rank 0; None if they have none.

@@ -1,8 +1,9 @@
-"""Stores through which ranks meet, and the orderly end of ranks that have met there.
+"""Stores through which ranks meet, and the orderly end of these ranks.
 
 mccl acknowledges a message after it has given the message to the collective. The acknowledgement contains the message,
-and waits in a buffer to be sent. It is lost if its rank ends, or closes its connections. The sender then fails after
-its time-out, although nothing was wrong. So ranks leave when all have returned from their last collective.
+and waits in a buffer to be sent. If the receiver ends, or closes its connections, the acknowledgement is lost. The
+sender then fails after its time-out, although nothing was wrong. So ranks leave only when all have returned from their
+last collective.
 """
 
 from __future__ import annotations
@@ -78,9 +79,9 @@ def make_store(address: str, port: int, size: int, serve: bool, timeout: timedel
 def store_of_msrun(
     rank: int, size: int, group: str | None, timeout: timedelta, environ: Mapping[str, str] = os.environ
 ) -> Any:
-    """Make a store for ranks that have met at msrun's scheduler; all of them call this.
+    """Make a store for ranks that have met at msrun's scheduler.
 
-    Rank 0 serves it, and broadcasts its address to the others.
+    All these ranks make the call. Rank 0 serves the store, and broadcasts its address to the other ranks.
 
     Args:
         rank: this rank.
@@ -110,8 +111,8 @@ def _address_towards(host: str, port: int) -> str:
 
 
 def _serve(address: str, size: int, timeout: timedelta) -> tuple[int, Any]:
-    """Make a store on a free port, and return both. The store takes no socket, so another process may take the port
-    first."""
+    """Make a store on a free port, and return both. A store accepts a port number, but no socket. So another process
+    may take the port first."""
     left = _PORTS
     while True:
         with socket.socket() as probe:
@@ -145,9 +146,10 @@ def wait_for_leaving(store: Any, size: int, seconds: float) -> None:
 
 
 def listen_for_ends(store: Any, address: str, size: int) -> socket.socket | None:
-    """Return the socket on rank 0 to which `connect_until_the_end` connects. ``store`` gets its port.
+    """Return the socket on rank 0 to which `connect_until_the_end` connects.
 
-    Nothing is ever sent. The operating system closes the connection of a rank when the rank's process has ended.
+    ``store`` gets the port of the socket. Nothing is ever sent. The operating system closes the connection of a rank
+    when the rank's process has ended.
     """
     with suppress(OSError):
         listener = socket.socket()
@@ -189,8 +191,8 @@ def wait_for_ends(listener: socket.socket, count: int, seconds: float) -> None:
 def _count(store: Any, place: str, size: int, seconds: float) -> int | None:
     """Count this rank, wait until ``size`` ranks are counted, and return how many came in time.
 
-    The result is None if the store is gone. Rank 0, which serves it, ends after it has seen all ranks, or when it is
-    lost.
+    The result is None if the store is gone. The store is served by rank 0, which ends after it has seen all ranks, or
+    when it is lost.
     """
     deadline = time.monotonic() + seconds
     try:

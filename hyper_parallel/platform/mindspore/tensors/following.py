@@ -1,7 +1,7 @@
 """Observation of a program's operations on plain tensors, for `core.plain_code`.
 
-A tensor with marks gets a class whose operations arrive here, as those of DTensors arrive at core. It becomes a plain
-tensor again when its marks are removed, or the observation ends.
+A tensor with marks gets a class whose operations arrive here, as operations of DTensors arrive at core. The tensor gets
+its plain class back when its marks are removed, or the observation ends.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def keep_hooks(parameter: Any, hooks: Iterable[Any]) -> None:
 
 
 def hooked(parameter: Any, gradient: Tensor) -> Tensor:
-    """Call the hooks of a parameter on a local gradient, if MindSpore does not call them, and return the result."""
+    """Call the parameter's hooks that MindSpore does not call itself on a local gradient, and return the result."""
     for hook in parameter.hooks():
         gradient = hook(gradient)
     return gradient

@@ -109,7 +109,7 @@ def watched_call(original: Callable, cell: Any, *args: Any, **kwargs: Any) -> An
 
 
 def watched_step(call: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run ``call(optimizer, ...)``, a step that is reported to watchers once."""
+    """Run ``call(optimizer, ...)``, and report the step to each watcher once."""
     if not _WATCHERS or any(optimizer is other for other in _STEPPING):
         return call(optimizer, *args, **kwargs)
     watchers = [watcher for watcher, _ in _WATCHERS]

@@ -1,7 +1,7 @@
 """Distributed parameters.
 
-A parameter becomes distributed by a change of its class and its data. The object stays, so ties between cells,
-parameter groups and optimizers that hold it keep seeing it.
+A parameter becomes distributed by a change of its class and its data. The object stays the same, so tied cells,
+parameter groups and optimizers that hold the object need no change.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def make_distributed(parameter: Any, local: Tensor, layout: Any) -> Any:
 
 
 def local_value(parameter: Any, data: Tensor, is_part: bool = False) -> Tensor:
-    """Return this rank's shard of ``data``, the new values of a parameter. It is plain, and may be a view of
-    ``data``."""
+    """Return this rank's shard of ``data``, the new values of a parameter. The shard is a plain tensor, and may be a
+    view of ``data``."""
     layout = parameter._layout
     if isinstance(data, InterceptedTensor):
         given = data._layout

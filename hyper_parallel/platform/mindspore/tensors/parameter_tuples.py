@@ -1,7 +1,7 @@
 """Tuples of parameters that cells store as attributes, such as the weights of recurrent layers.
 
-A cell has each of these parameters in its table too. While a unit runs, other tensors replace them in the table. Code
-that reads the tuple must get the replacements.
+A cell has each of these parameters in its table too. While a data-parallel unit runs, other tensors replace the
+parameters in the table. Code that reads the tuple must get these tensors too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HELD = "_hp_parameter_tuples"
 def read_from_table(cell: Any) -> None:
     """Replace attributes of a cell that are tuples of its parameters.
 
-    They then return the entries of the cell's table.
+    The new attributes return the entries of the cell's table.
     """
     attributes = [name for name, value in vars(cell).items() if isinstance(value, ParameterTuple) and value]
     for name in attributes:

@@ -1,7 +1,8 @@
 """Stand-ins for parameters that data parallelism has replaced: tensors with the writing methods of parameters.
 
 An unsharded parameter of a unit is a tensor, often a view of a buffer. MindSpore writes to no view: `copy_` into a view
-has no effect on CPU, and the primitive ``Assign`` rejects it. There a stand-in gets new memory, which the unit finds.
+has no effect on CPU, and the primitive ``Assign`` rejects it. So a write to such a stand-in gives it new memory, which
+the unit finds.
 """
 
 from __future__ import annotations

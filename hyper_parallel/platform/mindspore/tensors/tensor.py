@@ -1,12 +1,12 @@
 """The DTensor of MindSpore: a `mindspore.Tensor` whose operations arrive at core's dispatcher.
 
 A DTensor **is** its local tensor: `wrap` changes the class of the tensor that an operation returned. So the object
-stays the one that the autograd graph knows. Gradients with respect to a DTensor, and of a DTensor, work as for any
-tensor. That costs a tenth of a microsecond. A second tensor object made with ``Tensor._make_subclass`` costs 1.4 us. If
-it is a leaf, ``value_and_grad`` treats it as a separate tensor.
+stays the tensor of the autograd graph. Gradients with respect to a DTensor, and of a DTensor, work as for any tensor.
+The change of class costs a tenth of a microsecond. A second tensor object made with ``Tensor._make_subclass`` costs 1.4
+us. As a leaf, ``value_and_grad`` would treat it as another tensor.
 
-MindSpore calls ``__fallback__`` for most operations on a subclass. It does not for indexing, iteration, ``stack`` and a
-few more. Those are overridden here, otherwise they would silently compute on the shard.
+MindSpore calls ``__fallback__`` for most operations on a subclass. Indexing, iteration, ``stack`` and a few other
+operations do not call it. They are overridden here, because they would silently compute on the shard.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ _WRITE_FIRST_OPERAND = frozenset(
 
 
 class Unknown(Function):
-    """A primitive without a row. It compares by name, so that core reports each once. The name of a primitive that
-    writes in place gets a trailing underscore, which core rejects for sharded operands."""
+    """A primitive without a row. Two objects of one name are equal, so that core reports each primitive once. The name
+    of a primitive that writes in place gets a trailing underscore, which core rejects for sharded operands."""
 
     __slots__ = ()
 
@@ -100,7 +100,7 @@ class Unknown(Function):
 class _Named(Function):
     """A function of which MindSpore makes a new object for each call.
 
-    It compares by name, so that its calls are cached.
+    Two objects of one name are equal, so that calls are cached.
     """
 
     __slots__ = ()
@@ -113,8 +113,8 @@ class _Named(Function):
 
 
 class LegacyFunction:
-    """A primitive of the old calling convention as a plain function of its operands. It compares by the primitive, so
-    that its calls are cached."""
+    """A primitive of the old calling convention as a plain function of its operands. Two objects of one primitive are
+    equal, so that calls are cached."""
 
     __slots__ = ("_call", "name", "prim")
 
@@ -179,7 +179,7 @@ class InterceptedTensor(Tensor):
     _dispatch: Dispatch
 
     def __new__(cls, local: Any, *args: Any, **kwargs: Any) -> Any:
-        """Make an alias of a DTensor. MindSpore makes parameters so; users call `DTensor.from_local`."""
+        """Make an alias of a DTensor. MindSpore calls this to make parameters; users call `DTensor.from_local`."""
         if not isinstance(local, InterceptedTensor):
             raise TypeError(
                 "DTensor cannot be called: make a DTensor with DTensor.from_local, distribute_tensor or a factory"
@@ -290,7 +290,8 @@ class InterceptedTensor(Tensor):
         return self.asnumpy() if dtype is None else self.asnumpy().astype(dtype)
 
     def _whole(self, what: str) -> Tensor:
-        """Return the plain tensor that ``what`` reads: the full tensor, or the local one under the guard."""
+        """Return the plain tensor that the method ``what`` reads: the full tensor, or under the guard the local
+        tensor."""
         if _STATE.depth or self._layout is None:
             return Tensor._make_subclass(Tensor, self)
         return self._read_whole(what)
@@ -316,7 +317,7 @@ class InterceptedTensor(Tensor):
 
 
 def distributed_in(tree: Any) -> Iterator[Any]:
-    """Yield the DTensors in nested tuples, lists and dicts, and the distributed parameters of cells there."""
+    """Yield the DTensors in nested tuples, lists and dicts, and the distributed parameters of cells in them."""
     if isinstance(tree, InterceptedTensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
@@ -331,6 +332,6 @@ def distributed_in(tree: Any) -> Iterator[Any]:
 
 def copy_of(x: Tensor) -> Tensor:
     """Return a plain leaf tensor with a copy of the local data. MindSpore's own deepcopy shares memory until an
-    operation writes, and values that `copy_` writes arrive in both."""
+    operation writes. But `copy_` would write to both tensors."""
     with NoDispatch():
         return Tensor(Tensor.asnumpy(Tensor._make_subclass(Tensor, x)), x.dtype)

@@ -13,9 +13,9 @@ __all__ = ["GatheredRows"]
 
 
 class GatheredRows(Rows):
-    """Staging buffer that keeps one tensor object, so that views of it are made once.
+    """Staging buffer with one permanent tensor object, so that views of this tensor are made once.
 
-    Its storage exists only while it has rows.
+    The storage exists only while the buffer has rows.
     """
 
     def __init__(self, whole: Tensor, count: int, lengths: Sequence[int]) -> None:

@@ -22,7 +22,7 @@ __all__ = ["LocalVerbs"]
 
 @lru_cache(maxsize=1 << 10)
 def _shaped(shapes: tuple[tuple[int, ...], ...]) -> tuple[list[Tensor], bool]:
-    """Return data-free tensors of these shapes, and whether one of them is empty."""
+    """Return data-free tensors of these shapes, and whether a tensor among them is empty."""
     with torch.inference_mode(False):
         return [torch.empty(shape, device="meta") for shape in shapes], any(0 in shape for shape in shapes)
 

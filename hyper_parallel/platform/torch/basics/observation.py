@@ -155,7 +155,7 @@ _OPEN: list[Any] = []
 @contextmanager
 def unobserved() -> Iterator[None]:
     """Suspend the observation of collectives inside this context, unless other modes are active too. Functions of torch
-    that compile themselves need it: torch rejects them while a mode is active."""
+    that compile themselves run in this context: torch rejects them while a mode is active."""
     left = list(_OPEN) if dispatch_modes() == len(_OPEN) else []
     for mode in reversed(left):
         mode.__exit__(None, None, None)

@@ -2,8 +2,7 @@
 
 Each part is checked when this module is imported, before anything relies on it. A missing or unexpected part is
 replaced by a slower public equivalent, if there is one. `REPLACED` lists such parts. Otherwise the import of the
-backend fails, with an error that names torch's version and the tested versions. The other modules import plain names
-from here, so that using one costs the same as using torch's own.
+backend fails, with an error that names torch's version and the tested versions.
 
 The parts that patches of torch need are checked where the patches are made. ``torch._C.DisableTorchFunctionSubclass``
 is public, in spite of its name: torch documents it for subclasses of tensors.
@@ -191,8 +190,8 @@ make_grads: Callable[..., tuple] = _take(
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable:
-    """Return `apply` of an autograd function without torch's Python wrapper. That wrapper serves functorch and takes
-    half of the time."""
+    """Return `apply` of an autograd function without torch's Python wrapper. Only functorch needs it, and it doubles
+    the time."""
     return _apply.__get__(None, function) if _apply is not None else function.apply
 
 
@@ -216,7 +215,7 @@ with torch.enable_grad(), torch.inference_mode(False):
 
 
 def _check_tensors() -> None:
-    """Check private members of torch's nodes and tensors. They must allow one table of hooks for many nodes."""
+    """Check private members of torch's nodes and tensors, with which many nodes can share one table of hooks."""
     for name in ("_backward_hooks", "_base", "_grad", "_is_view", "_post_accumulate_grad_hooks", "_version"):
         _take(f"Tensor.{name}", lambda _: True)
     with torch.enable_grad(), torch.inference_mode(False):
@@ -235,9 +234,9 @@ native_functions: Any = _take("_C._nn", inspect.ismodule, F)
 
 
 def native(name: str) -> Any:
-    """Return the native function that a function of `torch.nn.functional` calls after handling more arguments.
+    """Return the native function that a function of `torch.nn.functional` calls.
 
-    Returns the function of `torch.nn.functional` itself if there is no native one.
+    Returns the function of `torch.nn.functional` itself if this torch lacks the native function.
     """
     return _take(f"_C._nn.{name}", inspect.isbuiltin, getattr(F, name))
 
@@ -282,7 +281,7 @@ tracer: Callable[[], Any] = _take("_C._get_tracing_state", callable, lambda: tor
 
 def is_or_disables(found: Any, function: Callable) -> bool:
     """Return whether ``found`` is ``function``, or the wrapper with which ``torch.compile`` keeps it untraced. Methods
-    of torch's optimizers have that wrapper. If torch marks it in another way, the answer is False."""
+    of torch's optimizers have this wrapper. If torch marks the wrapper differently, the answer is False."""
     return found is function or (
         getattr(found, "_torchdynamo_disable", False) and getattr(found, "__wrapped__", None) is function
     )
@@ -345,8 +344,9 @@ def strided_shard() -> Any:
 def in_loss_parallel() -> bool:
     """Return whether `torch.distributed.tensor.parallel.loss_parallel` is active, for all threads.
 
-    That context adds handlers to a table of torch's DTensors. If torch has no such table, the answer is False. The
-    module of the context takes long to import, and no context can be active before its import.
+    `torch.distributed.tensor.parallel.loss_parallel` adds handlers to a table of torch's DTensors. If torch has no such
+    table, the answer is False. The module of that context is not imported here, because that takes long: before its
+    import no such context can be active.
     """
     if "torch.distributed.tensor.parallel" not in sys.modules:
         return False
@@ -377,8 +377,8 @@ _close_vmap = _take("_C._vmapmode_decrement_nesting", callable)
 
 
 def old_vmap_level() -> int:
-    """Return how many of torch's older vmaps are active, which `torch.autograd.grad` uses for batched cotangents.
-    Entering and leaving another one is the only way to read the number."""
+    """Return how many vmaps of torch's older kind are active, which `torch.autograd.grad` uses for batched cotangents.
+    The number can only be read by entering and leaving another vmap."""
     level: int = _open_vmap() - 1
     _close_vmap()
     return level

@@ -47,7 +47,8 @@ class State:
 
 
 def handles(*functions: Any) -> Callable[[Handler], Handler]:
-    """Register the decorated function in `HANDLERS`; entries that are None are skipped (torch versions differ)."""
+    """Register the decorated function in `HANDLERS`; None is skipped, for a function that this version of torch
+    lacks."""
 
     def register(handler: Handler) -> Handler:
         HANDLERS.update({f: handler for f in functions if f is not None})
@@ -96,8 +97,9 @@ def layout_of(x: Any) -> Any:
 def wrap(local: Any, layout: Any) -> Any:
     """Turn ``local``, which no other code references, into a DTensor by a change of its class.
 
-    An operation may return the DTensor that is its operand (``contiguous()``, in-place operations). With the same
-    layout, that DTensor is the result. With another layout, the result is a new view, since an object has one layout.
+    Some operations return their operand, such as ``contiguous()`` and in-place operations. So ``local`` may already be
+    a DTensor. If it has the same layout, it is the result. With another layout, the result is a new view, since an
+    object has one layout.
     """
     if MAYBE_INSIDE:
         refuse_transforms()

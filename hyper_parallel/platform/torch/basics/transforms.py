@@ -1,12 +1,12 @@
 """Function transforms and forward-mode AD, which DTensors do not support.
 
-`torch.func` and `torch.vmap` compute with tensors that wrap others, forward-mode AD with tensors that carry a tangent.
-To the transform, a DTensor inside such a tensor is a plain local tensor. A collective reads the inner tensor: one value
-of the batch, or the value without its tangent. Torch reports no error for either. So the verbs between local tensors
-and other ranks raise while a transform is active.
+`torch.func` and `torch.vmap` compute with tensors that wrap other tensors. Forward-mode AD computes with tensors that
+carry a tangent. To the transform, a DTensor inside such a tensor is a plain local tensor. A collective reads the inner
+tensor: one value of the batch, or the value without its tangent. In both cases torch reports no error. So the verbs
+between local tensors and other ranks raise while a transform is active.
 
-The check costs as much as a view, so it runs only after something was wrapped: `MAYBE_INSIDE` is empty until then, and
-again when the transform is found to have ended.
+The check costs as much as a view. So it runs only while `MAYBE_INSIDE` is not empty: from the first wrapped tensor
+until a check finds that the transform has ended.
 """
 
 from __future__ import annotations

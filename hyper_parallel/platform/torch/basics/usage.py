@@ -20,7 +20,7 @@ _OPEN: list[UsageMode] = []
 
 
 def resized(x: Tensor) -> None:
-    """Report a changed storage size of ``x`` to all active modes."""
+    """Report to all active `Usage` counters that the storage of ``x`` has changed its size."""
     for mode in _OPEN:
         mode.resized(x.untyped_storage())
 
@@ -38,8 +38,8 @@ class _Size:
 
 
 class UsageMode(TorchDispatchMode):
-    """Context manager that yields a `Usage`. It sees all calls of torch's kernels: from the program, core and autograd.
-    A storage counts from the operation that allocates it until nothing references it."""
+    """Context manager that yields a `Usage`. The context counts all calls of torch's kernels: from the program, core
+    and autograd. A storage counts from the operation that allocates it until nothing references it."""
 
     def __enter__(self) -> Usage:
         self.usage = Usage()

@@ -1,9 +1,9 @@
 """Wrappers of models that issue collectives themselves: correct on distributed parameters, or rejected.
 
 torch calls a hook whenever a module gets a submodule. Wrappers register the given model as their submodule, before they
-communicate. So no part of torch is replaced, and code that builds on a wrapper is covered: ``Accelerator.prepare`` and
-``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does not wrap: see
-`fully_sharded`.
+communicate. The check in this hook replaces no part of torch. The check also covers code that uses a wrapper:
+``Accelerator.prepare`` and ``Trainer`` of Hugging Face, `torch.distributed._composable.replicate`. `fully_shard` does
+not wrap: see `fully_sharded`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def _check_data_parallel(wrapper: Any, model: Any) -> None:
 
 
 def _check_replicas(model: Any) -> None:
-    """Check that DataParallel does not copy distributed parameters: its replicas ignore other ranks.
+    """Check that DataParallel does not copy distributed parameters: its replicas would ignore the shards of other
+    ranks.
 
     Raises:
         ValueError: when a parameter is distributed.

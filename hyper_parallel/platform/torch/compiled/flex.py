@@ -1,9 +1,9 @@
 """Replacement code for `torch.nn.attention.flex_attention.flex_attention` that also takes DTensors.
 
-The function does not consult tensor classes, programs import it by name, and torch's compiler runs inside it. So its
-code object is replaced (`platform.torch.patches`). Plain tensors go to a function with the original code, DTensors to
-`handlers.flex_attention`. A compiled frame computes DTensors on local tensors if all ranks have equally many heads or
-samples.
+Torch's function does not consult tensor classes, programs import it by name, and torch's compiler runs inside it. So
+its code object is replaced (`platform.torch.patches`). Plain tensors go to a function with the original code, DTensors
+to `handlers.flex_attention`. A compiled frame computes DTensors on local tensors if all ranks have equally many heads
+or samples.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def attend(
 def _own_part(query: Any, key: Any, value: Any, mask: Any) -> Any:
     """Return the result's class, this rank's pieces of batch and heads, and the full sizes of both.
 
-    Returns None where eager mode has to redistribute operands, or to raise its error."""
+    Returns None for operands that eager mode must redistribute or reject."""
     dtensor = State.tensor_class.__bases__[0]
     for x in (query, key, value):
         if not isinstance(x, dtensor) or x.placed_on is None or x.gathers is not None or x.ndim != 4:

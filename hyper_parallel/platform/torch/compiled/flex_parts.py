@@ -1,5 +1,5 @@
-"""Functions and masks of `flex_attention` for a rank with a shard of the samples and heads. They are called with the
-indices of samples and heads in the full tensor. Torch's compiler traces this module too."""
+"""Functions and masks of `flex_attention` for a rank with a shard of the samples and heads. The program's functions and
+masks get the indices of samples and heads in the full tensor. Torch's compiler traces this module."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def seeing_whole(function: Callable[..., Any], pieces: Pieces, whole: tuple[int,
 
 
 def _shift(pieces: Any, size: int, device: Any) -> Any:
-    """Return how to translate local indices to full ones: None for no change, an offset to add, or a table."""
+    """Return how local indices become indices of the full tensor: None for no change, an offset to add, or a table."""
     if len(pieces) == 1:
         return None if pieces[0] == (0, size) else pieces[0][0]
     return torch.tensor([i for start, length in pieces for i in range(start, start + length)], device=device)
@@ -73,7 +73,8 @@ def own_part_of_mask(mask: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
 
 
 def _own_part(x: Any, pieces: Pieces, whole: tuple[int, int]) -> Any:
-    """Return this rank's shard of a tensor of the mask. Its first two dimensions, if not 1, are batch and heads."""
+    """Return this rank's shard of a tensor of the mask. The first two dimensions are batch and heads, or have size
+    1."""
     if x is None:
         return None
     for dim in (0, 1):

@@ -1,8 +1,8 @@
 """The second forward of a plan: styled modules as torch's compiler traces them.
 
 The forward of a module is built from the data of its style (`Program`): local parameters as plain tensors, and the
-autograd functions of `functions`. Calls that do not fit the data run outside of the compiled code, as in eager mode.
-Modules without data do so too.
+autograd functions of `functions`. Some modules have no such data, and some calls do not fit it. These run outside of
+the compiled code, as in eager mode.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def run_forward(module: Any, args: tuple, kwargs: dict) -> Any:
 def make_run(module: nn.Module, how: Program | None) -> Callable[..., Any] | None:
     """Return ``run(module, args, kwargs)``, which replaces the forward of ``module`` in compiled code, or None.
 
-    ``run`` returns a string, the reason, where it does not apply. Equivalent modules share one ``run``, and so a graph:
-    compiled frames guard on its identity (`guards`)."""
+    Where ``run`` does not apply, it returns the reason as a string. Compiled frames guard on the identity of ``run``
+    (`guards`). Equivalent modules share one ``run``, and therefore a graph."""
     if how is None:
         return None
     # Weak references: layouts are cached by mesh, and an entry that held layouts would never be freed.
@@ -64,7 +64,7 @@ def make_run(module: nn.Module, how: Program | None) -> Callable[..., Any] | Non
 
 
 def _read_of(module: Any, cls: type) -> tuple:
-    """Return the attributes of a module, besides its class, that its ``run`` depends on."""
+    """Return the attributes of a module that affect its ``run`` from `make_run`."""
     return (module.padding_idx, is_simple(module)) if cls is nn.Embedding else ()
 
 
@@ -81,7 +81,8 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
     even, packed, last_features = how.even, how.packed, how.partial_features
 
     def before(given: Any, x: Tensor, cut: int | None, to: int | None) -> Tensor | None:
-        """Return the input in the form that the operation needs, sharded along ``to``; None if that is not possible."""
+        """Return the input in the form that the operation needs, sharded along ``to``; None if it cannot be
+        converted."""
         last = x.ndim - 1
         moved = features is not None and cut != to and last in (cut, to)
         if moved and (x.shape[last] * (moves.size if cut == last else 1) != features or (packed and to == last)):
@@ -136,7 +137,7 @@ def _make_run(module: nn.Module, cls: type, how: Program) -> Callable[..., Any] 
 
 
 def _summed(moves: Moves, y: Any, features: int) -> Any:
-    """Return ``y``. Backward all-reduces the gradient of its last ``features`` features; -1 means all."""
+    """Return ``y``, of which backward all-reduces the gradient of the last ``features`` features; -1 means all."""
     if not features or moves.size == 1:
         return y
     if features < 0:

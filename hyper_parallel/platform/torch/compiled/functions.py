@@ -1,7 +1,7 @@
 """The steps of `STEPS` on plain local tensors, with collectives that torch's compiler sees.
 
-The operators are the ones below torch's functional collectives. Inductor knows them, and may reorder, bucket and fuse
-them.
+The collectives are the operators that torch's functional collectives call. Inductor knows these operators, and may
+reorder, bucket and fuse them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def largest_of(x: Tensor, size: int, group: str) -> Tensor:
 
 
 def _all_gather(x: Tensor, dim: int, sizes: tuple[int, ...], size: int, group: str) -> Tensor:
-    """Gather ``x`` of all ranks along ``dim``. ``sizes`` has the ranks' lengths along it; empty means equal lengths."""
+    """Gather ``x`` of all ranks along ``dim``. ``sizes`` has each rank's length along ``dim``; empty means equal
+    lengths."""
     if sizes and min(sizes) != max(sizes):
         x = _padded(x, dim, max(sizes))
     whole = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), size, group))

@@ -140,7 +140,8 @@ def _conversion(how: Conversions) -> Callable[..., Any]:
 
 
 def share_inputs(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Return the inputs of a module, plain tensors as `Shared`: several column-parallel submodules may read one."""
+    """Return the inputs of a module, with plain tensors turned into `Shared`. Several column-parallel submodules may
+    read such a tensor."""
     return tuple([_shared(x) for x in args]), {key: _shared(x) for key, x in kwargs.items()}
 
 

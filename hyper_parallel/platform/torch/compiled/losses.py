@@ -1,7 +1,7 @@
 """Cross entropy over sharded classes as torch's compiler traces it: `ClassLosses` of core, on plain tensors.
 
-Forward takes two all-reduces: one of the largest logits, and one of all sums. Backward takes none. Calls that do not
-fit are left to eager mode, which raises the error.
+Forward takes two all-reduces: one of the largest logits, and one of all sums. Backward takes none. Calls that this
+module does not support are left to eager mode, which raises any error.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _sums(parts: list[Tensor], classes: Found) -> list[Tensor]:
 
 
 def loss_of_classes(x: Tensor, target: Tensor, weight: Tensor | None, classes: Found, options: Options) -> Any:
-    """Return the cross entropy of plain local logits, or None where the operands do not fit.
+    """Return the cross entropy of plain local logits, or None for unsupported operands.
 
     Args:
         x, target: local logits, and the target: class indices, or this rank's shard of the probabilities.
@@ -211,7 +211,7 @@ def loss_of_classes(x: Tensor, target: Tensor, weight: Tensor | None, classes: F
 
 
 def _nll(x: Tensor, target: Tensor, weight: Tensor | None, classes: Found, options: Options) -> Any:
-    """Return the loss of log-probabilities, or None where the operands do not fit."""
+    """Return the loss of log-probabilities, or None for unsupported operands."""
     losses, dim = Traced.losses, classes.dim
     if tuple(target.shape) != (*x.shape[:dim], *x.shape[dim + 1 :]) or target.is_floating_point():
         return None

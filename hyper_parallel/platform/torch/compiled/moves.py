@@ -40,7 +40,7 @@ def _classes(mesh: Any, size: int) -> tuple[dict[int | None, type], dict[int | N
 
 
 def shards_of(compare: Comparison | None) -> Shards | None:
-    """Return the plain shards that ranks compare for a style; None if the style needs no comparison."""
+    """Return the record of plain shards that ranks compare for a style; None if the style needs no comparison."""
     return None if compare is None else Shards(compare)
 
 
@@ -63,8 +63,8 @@ class Moves:
     def take(
         self, x: Any, given: int | None, module: Any, shards: Shards | None, features: bool = False
     ) -> tuple[Tensor, int | None] | str:
-        """Return an input as a plain tensor, with its cut, or the reason why it cannot be taken. The reasons are an
-        object that is no tensor, and a layout that compiled code does not know.
+        """Return an input as a plain tensor, with its cut. Returns a reason instead if the object is no tensor, or
+        compiled code does not know its layout.
 
         Args:
             x: the input.
@@ -101,7 +101,7 @@ class Moves:
         return y.as_subclass(self.placed[cut]) if even else None
 
     def give_gathered(self, x: Tensor, cut: int) -> Any:
-        """Return the stand-in for the DTensor that is gathered from shards along ``cut``."""
+        """Return a stand-in that holds shards along ``cut`` of a replicated DTensor; see `gathered_class`."""
         y: Any = x.as_subclass(self.gathered[cut])
         y.read_for_parts = None
         return y
@@ -109,7 +109,7 @@ class Moves:
     def read(self, given: Any, x: Tensor, cut: int | None) -> Tensor:
         """Return the unsharded ``x``, for a consumer that returns a partial cotangent.
 
-        `take` has converted ``given`` to ``x``. Consumers of the same ``given`` share one collective.
+        `take` has converted the input ``given`` to ``x``. Consumers of the same input share one collective.
         """
         shares = isinstance(given, Shared) or (isinstance(given, self.dtensor) and given.gathers is not None)
         if not shares:
@@ -125,7 +125,8 @@ class Moves:
         self, x: Tensor, source: int | str | None, target: int | str | None, sizes: tuple[int, ...] = (),
         for_parts: bool = False,
     ) -> Any:  # fmt: skip
-        """Do the step of `step_between` from ``source`` to ``target``. Returns None for shards that would be uneven.
+        """Do the step of `step_between` from ``source`` to ``target``. Returns None if the result would have uneven
+        shards.
 
         Args:
             x: local tensor.

@@ -46,7 +46,7 @@ def plain(x: Any) -> Tensor:
 
 
 class Part(Tensor):
-    """A plain tensor with this rank's shard of the positions, inside a module that treats positions separately.
+    """A plain tensor with this rank's shard of the positions, inside a module that computes each position separately.
 
     The module computes partial gradients of its replicated parameters. See `part_class`.
     """
@@ -125,9 +125,9 @@ def placed_class(mesh: Any, size: int, cut: int | None) -> type:
 def gathered_class(mesh: Any, size: int, cut: int) -> type:
     """Return the class for a replicated DTensor that is still held as shards along ``cut``.
 
-    Each reader gathers the shards on its own, so that backward takes the step that the reader needs. Instances have
-    ``read_for_parts``: the tensor gathered by the first reader that returns a partial cotangent, after whether
-    gradients were enabled then. None before.
+    Each module that reads it gathers the shards itself, so that backward takes the step that this module needs.
+    ``read_for_parts`` of an instance is None until a module that returns a partial cotangent reads it. Then it is a
+    pair: whether gradients were enabled, and the gathered tensor.
     """
     shards = placed_class(mesh, size, cut)
     get_shape: Any = vars(shards)["shape"].fget
@@ -146,9 +146,10 @@ def gathered_class(mesh: Any, size: int, cut: int) -> type:
 
 
 class Shared(Tensor):
-    """A plain tensor that several column-parallel modules read, which share the all-reduce of its gradient.
+    """A plain tensor that several column-parallel modules read.
 
-    Instances have ``read_for_parts``, see `gathered_class`. Other code sees the plain tensor.
+    These modules share the all-reduce of its gradient. Instances have ``read_for_parts``, see `gathered_class`. Other
+    code uses it as a plain tensor.
     """
 
     @classmethod
@@ -177,8 +178,8 @@ def part_class(group: str) -> type:
 
 
 def held_class(layout: Any, mesh: Any, cut: int | None) -> type:
-    """Return the class that stands for DTensors of ``layout`` that enter a frame. ``mesh`` is None where no
-    `placed_class` fits their shards."""
+    """Return the class that stands for DTensors of ``layout`` that enter a frame. The attribute ``mesh`` of the class
+    is None if no `placed_class` describes such shards."""
     found: type = _held_class(layout.mesh, layout, mesh, cut)
     return found
 

@@ -1,7 +1,7 @@
 """Operations on a `Placed` that treat each position separately: the operations of a user-defined norm.
 
-Each operation runs on local tensors. A cut that all operands share is the cut of the result. A replicated operand next
-to a sharded one gets a partial gradient on each rank. The rest is left to eager mode.
+Each operation runs on local tensors. If all operands have one cut, the result has this cut. If some operands are
+sharded, a replicated operand gets a partial gradient on each rank. All other calls are left to eager mode.
 """
 
 from __future__ import annotations

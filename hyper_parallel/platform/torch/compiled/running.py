@@ -1,8 +1,9 @@
 """Running a compiled graph, whose inputs are DTensors, on local tensors.
 
-AOT autograd runs a graph inside of an autograd function, which accepts DTensors. Autograd sees the local tensors below
-the Python class, so gradients go straight to the parameters. Inside forward and backward no dispatch happens, so code
-there sees local tensors too. Views outside the function, or detached tensors inside, would also work, but are slower.
+AOT autograd runs a graph inside of an autograd function, which accepts DTensors. Autograd works below the Python class,
+on local tensors, so gradients go straight to the parameters. Forward and backward of that function run without
+dispatch, so their code works on local tensors too. Views outside the function, or detached tensors inside, would also
+work, but are slower.
 """
 
 from __future__ import annotations
@@ -57,15 +58,15 @@ def _views(args: Any, held: list[int]) -> list[Any]:
 
 
 def _is_from_aot(y: Any) -> bool:
-    """Return whether a tensor was computed by an autograd function of a compiled graph, one that `localize` accepts."""
+    """Return whether an autograd function of a compiled graph, to which `localize` applies, computed a tensor."""
     function = getattr(getattr(y, "grad_fn", None), "_forward_cls", None)
     return function is not None and getattr(vars(function).get(_COMPUTES), "_boxed_call", False)
 
 
 def localize(function: Any) -> None:
-    """Let the backward of an autograd function also work on local tensors, if the function holds a compiled graph.
+    """Let backward of an autograd function with a compiled graph also run on local tensors.
 
-    The function is about to get DTensors. It saves the parameters themselves for backward, as hand-written code does.
+    The function is about to get DTensors, and saves the parameters themselves for backward.
     """
     if not hasattr(function, _COMPUTES) or getattr(function, "takes_dtensors", False):
         return

@@ -18,7 +18,7 @@ __all__ = ["trace"]
 
 
 def trace(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the result of an operation on a `Placed` in compiled code, or None for one left to eager mode."""
+    """Return the result of an operation on a `Placed` in compiled code, or None to leave it to eager mode."""
     original = getattr(func, "__wrapped__", func)
     if original in _LOSSES:
         return loss_of_placed(_LOSSES[original], args, kwargs)

@@ -1,8 +1,8 @@
-"""Treatment of DTensors by torch's compiler: as the local tensors that they are.
+"""Treatment of DTensors by torch's compiler: as local tensors.
 
-A DTensor is a graph input of the local shape. Its guards compare its layout, and the facts that torch knows below
-Python. In the traced frame, a class of `placed` represents it. The compiled graph itself gets plain tensors, forward
-and backward.
+A DTensor becomes a graph input of the local shape. The guards of the input compare the layout, and the properties that
+torch stores below Python. In the traced frame, a class of `placed` represents it. The compiled graph itself gets plain
+tensors, forward and backward.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def not_compiled(skipped: Any) -> tuple[str, ...]:
 
 
 def _all_but(compiled: set[str], folder: Path, top: Path) -> Iterator[str]:
-    """Yield paths below ``folder`` that contain no compiled files. Compiled files are named relative to ``top``."""
+    """Yield the paths below ``folder`` that contain no file that the compiler may trace. Names of such files are
+    relative to ``top``."""
     for path in sorted(folder.iterdir()):
         name = path.relative_to(top).as_posix()
         if path.name[:2] == "__" or name in compiled:
@@ -104,8 +105,8 @@ def wrapping_dtensors(original: Callable[[Any, Any], Any]) -> Callable[[Any, Any
 
 @cache
 def _parts_of_dynamo() -> Any:
-    """Return parts of Dynamo, looked up when a DTensor is met: they do not exist while torch's compiler is being
-    imported."""
+    """Return classes and functions of Dynamo. These do not exist yet while torch's compiler is being imported. So each
+    is looked up at the first DTensor."""
     guards, source = map(importlib.import_module, ("torch._dynamo.guards", "torch._dynamo.source"))
     overrides: Any = importlib.import_module("torch._dynamo.variables.torch_function")
     return SimpleNamespace(guards=guards, source=source, variable=overrides.TensorWithTFOverrideVariable)

@@ -1,9 +1,10 @@
-"""Guards of compiled frames: one for each style instead of one for each value that it reads.
+"""Guards of compiled frames: one guard for each style, instead of one for each value that the style's function reads.
 
-Before each call torch's compiler compares the values that a frame read while it was traced. A styled module reads many.
-Almost all of them cannot change: the functions of this package, and the closure of a style's function. That function is
-made once and replaced as a whole, so a frame compares its identity. Values that can change stay guarded: parameters and
-their layouts, attributes of modules, hooks, an object's own ``forward``, and whether a mesh has had uneven shards.
+Before each call torch's compiler compares the values that a frame read while it was traced. The forward of a styled
+module reads many values. Almost all of them cannot change: the functions of this package, and the closure of a style's
+function. A style's function is made once, and never changed but only replaced. So a frame compares the identity of the
+function. Values that can change stay guarded: parameters and their layouts, attributes of modules, hooks, an object's
+own ``forward``, and whether a mesh has had uneven shards.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ def with_few_guards(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
-    """Return a frame's guards, with one guard for each style's function in place of those on its values."""
+    """Return a frame's guards. A single guard on a style's function replaces all guards on the values inside that
+    function."""
     values: dict[str, Any] = {}
 
     def value(name: str) -> Any:
@@ -74,7 +76,7 @@ def _merged(guards: list[Any], scope: dict[str, Any]) -> list[Any]:
         return values[name]
 
     def style_of(source: Any) -> Any:
-        """Return the source of the style's function that contains ``source``; None outside styles."""
+        """Return the source of the style's function to which ``source`` belongs; None if it belongs to no style."""
         outermost = None
         for one in _chain(source):
             if _HELD.search(one.name) and getattr(value(one.name), "of_style", False):

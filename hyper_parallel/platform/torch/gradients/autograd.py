@@ -1,4 +1,4 @@
-"""Differentiable functions, and values cached on tensors without prolonging any lifetime."""
+"""Differentiable functions, and values that are cached on tensors. The caches keep no tensor alive."""
 
 from __future__ import annotations
 
@@ -40,9 +40,8 @@ SAME_AS_VIEW, NOTHING = None, ()
 class Cache(dict):
     """``key -> (value or weak reference, version of the holder, data to compare)``, in the holder's ``_cached``.
 
-    All values share the memory of the holder. So while a value lives, no other data can have its address.
-
-    The cache belongs to one tensor object: a copy of the tensor, or a saved and loaded one, starts empty.
+    All values share the memory of the holder. So while a value lives, no other data can have its address. A copied or
+    loaded tensor starts with an empty cache.
     """
 
     __slots__ = ()
@@ -257,10 +256,10 @@ class AutogradVerbs(Platform):
     def write_cache(self, holder: Tensor, key: Any, value: Tensor) -> None:
         """Store ``value`` on ``holder`` for `read_cache`; see `Platform.write_cache`.
 
-        A strong reference from a leaf to a value computed from it would be a cycle through its gradient accumulator. A
-        strong reference to a view of the holder would be a cycle through the view's base. Both cycles run through C++,
-        invisible to the garbage collector. In these cases the reference is weak, and the value lives as long as the
-        graph that uses it.
+        A strong reference from a leaf to a value computed from it would be a cycle: the value references the leaf's
+        gradient accumulator. A strong reference to a view of the holder would be a cycle through the view's base. Both
+        cycles run through C++, invisible to the garbage collector. In these cases the reference is weak, and the value
+        lives as long as the graph that uses it.
         """
         if not is_grad_enabled() or holder.is_inference():
             return
@@ -375,7 +374,7 @@ def as_plain(cotangent: Any) -> Any:
 
 
 def hook_of(convert: Callable[[Tensor], Any] | None, record: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """Return a hook that applies ``convert`` to a cotangent; None leaves it unchanged.
+    """Return a hook that applies ``convert`` to a cotangent; None leaves the cotangent unchanged.
 
     If the cotangent itself requires a gradient, the hook applies ``record``, which is differentiable. Both functions
     get plain tensors.

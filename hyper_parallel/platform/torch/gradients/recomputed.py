@@ -1,7 +1,7 @@
 """Metadata of saved tensors, which `torch.utils.checkpoint` compares between forward and recomputation.
 
-Torch reads the shape of a saved integer tensor in the first forward, while the object is a local tensor. It reads the
-shape again after the recomputation, when the object has become a DTensor. So both must read local shapes.
+Torch reads the shape of a saved integer tensor in the first forward, while the object is a local tensor. Torch reads
+the shape again after the recomputation, when the object has become a DTensor. So both must read local shapes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Functions of `torch.nn.functional` that are composed of other operations of torch: their Python code runs on
 DTensors.
 
-Each function first checks whether an argument intercepts functions, which brings DTensors here. Here the same code runs
-with that check disabled. Each operation in it runs by its own rule.
+Each function first checks whether an argument intercepts functions, and then calls this handler. The handler runs the
+same code with the check disabled. Each operation in the code runs by its own rule.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tensors that functions of the program read besides their arguments: DTensors among them become operands.
 
-Torch runs a `score_mod` on plain local tensors. It may read tensors of a closure, of defaults, of `functools.partial`
-or of the object whose method it is. All of these are searched. A copy of the function is made that reads plain tensors
-there.
+Torch runs a `score_mod` on plain local tensors. This function may read tensors from its closure, defaults,
+`functools.partial` or the object of a method. All these sources are searched. A copy of the function reads plain
+tensors in place of the DTensors.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Captured:
         return x
 
     def given(self, plain: list[Tensor]) -> tuple[Any, Any]:
-        """Return the function and the mask with these plain tensors in place of the DTensors."""
+        """Return the `score_mod` and the mask with these plain tensors in place of the DTensors."""
         if not self.found:
             return self._score_mod, self._mask
         by_id = {id(x): y for x, y in zip(self.found, plain, strict=True)}
@@ -75,7 +75,7 @@ class Captured:
 
 
 class _Reader:
-    """Visitor of the objects that a function reads. It copies the function if ``swap`` replaces a DTensor."""
+    """Visitor of the objects that a function reads. The visitor copies the function if ``swap`` replaces a DTensor."""
 
     def __init__(self, swap: Any) -> None:
         self._swap, self._open = swap, set[int]()
@@ -142,8 +142,8 @@ class _Reader:
     def _object(self, x: Any, names: frozenset[str]) -> Any:
         """Search a module or another object for DTensors.
 
-        It searches the attributes that the surrounding code reads, or that the object's own ``forward`` or ``__call__``
-        reads.
+        Only attributes are searched that the surrounding code reads, or that the object's own ``forward`` or
+        ``__call__`` reads.
         """
         held = getattr(x, "__dict__", None)
         if not isinstance(held, dict):

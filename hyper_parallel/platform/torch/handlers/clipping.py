@@ -1,9 +1,10 @@
-"""Gradient clipping: the functions of `torch.nn.utils` work on local gradients, with one all-reduce for the norm.
+"""Gradient clipping: the functions of `torch.nn.utils` run on local gradients, with one all-reduce for the norm.
 
 `platform.torch.patches` wraps these functions. Torch's own code computes the norm of this rank's gradients, and scales
 local gradients. In between, core reduces the norms over the ranks.
 
-A program that imported ``clip_grad_norm_`` before the patch has torch's own function, which calls the wrapped ones.
+If a program imported ``clip_grad_norm_`` before the patch, it has torch's own function. Torch's function calls the
+wrapped functions.
 """
 
 from __future__ import annotations

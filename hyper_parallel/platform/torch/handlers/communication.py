@@ -1,7 +1,7 @@
 """Functions of `torch.distributed` on DTensors: they act on the local storage of a DTensor.
 
-All of them ask their tensors for ``__torch_function__``, so they arrive here however they were imported. If only the
-results are DTensors, torch does not ask, and C++ fills the local storage.
+Each function asks its tensors for ``__torch_function__``. So every call arrives here, even if the program imported the
+function by name. If only the results are DTensors, torch does not ask, and C++ fills the local storage.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _INTO_FIRST = frozenset({*_GATHERING, "reduce_scatter", "reduce_scatter_single"}
 def _functions(names: str) -> list[Any]:
     """Return the functions of `torch.distributed` with these names, as torch passes them to handlers.
 
-    They are read from the module that defines them, because a program may have replaced them in `torch.distributed`. A
-    name that this version of torch lacks gives None.
+    The functions come from the modules that define them, because a program may have replaced names in
+    `torch.distributed`. None stands for a name that this version of torch lacks.
     """
     return [vars(distributed_c10d).get(name) for name in words(names)]
 
@@ -71,7 +71,7 @@ def collective(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _check_rows(name: str, args: tuple, count: int) -> None:
-    """Check that joining or splitting local tensors along dimension 0 does the same to the global ones."""
+    """Check that joining or splitting local tensors along dimension 0 also joins or splits the global tensors."""
     if name in _OF_ROWS:
         large = _OF_ROWS[name]
         State.core.check_rows(name, args[large]._layout, args[1 - large]._layout, count)

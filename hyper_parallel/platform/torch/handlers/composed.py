@@ -26,7 +26,7 @@ __all__: list[str] = []
 
 
 def _plus_product(product: Callable[[Any, Any], Any], dims: tuple[int, int]) -> Callable:
-    """Return a function for ``beta * input + alpha * product(a, b)``. If beta is 0, ``input`` is ignored."""
+    """Return a function that computes ``beta * input + alpha * product(a, b)``. If beta is 0, ``input`` is ignored."""
 
     def plus_product(input: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Any:
         if (a.dim(), b.dim()) != dims:
@@ -60,7 +60,8 @@ composed(*find("addbmm"))(_named(_plus_product(_sum_of_products, (3, 3)), "batch
 
 
 def _product(a: Any, a_dims: Sequence[int], b: Any, b_dims: Sequence[int]) -> Any:
-    """Contract ``a`` and ``b`` over these dimensions; the other dimensions of ``a`` precede those of ``b``."""
+    """Contract ``a`` and ``b`` over these dimensions; the other dimensions of ``a`` precede the other dimensions of
+    ``b``."""
     if a.dim() + b.dim() > len(string.ascii_letters) or a.dtype != b.dtype:
         raise UnboundCallError
     letters = iter(string.ascii_letters)
@@ -84,8 +85,8 @@ def inner(input: Any, other: Any) -> Any:
 
 @composed(*find("tensordot"))
 def tensordot(a: Any, b: Any, dims: Any = 2) -> Any:
-    """Contract over the last dimensions of ``a`` and the first of ``b``, or over the given ones. Mirrors
-    `torch.tensordot`."""
+    """Contract over the last dimensions of ``a`` and the first dimensions of ``b``, or over the given dimensions.
+    Mirrors `torch.tensordot`."""
     if isinstance(dims, Tensor):
         raise UnboundCallError
     if isinstance(dims, int):
@@ -125,13 +126,14 @@ def kron(input: Any, other: Any) -> Any:
 
 @composed(*find("vdot"))
 def vdot(input: Any, other: Any) -> Any:
-    """Return the dot product of two vectors, with the first one conjugated. Mirrors `torch.vdot`."""
+    """Return the dot product of two vectors, with the first vector conjugated. Mirrors `torch.vdot`."""
     return torch.dot(input.conj(), other)
 
 
 @composed(torch.linalg.vecdot)
 def vecdot(x: Any, y: Any, *, dim: int = -1) -> Any:
-    """Return dot products of vectors along ``dim``, with the first ones conjugated. Mirrors `torch.linalg.vecdot`."""
+    """Return dot products of vectors along ``dim``, with the first operand conjugated. Mirrors
+    `torch.linalg.vecdot`."""
     if x.dtype != y.dtype:
         raise UnboundCallError
     return (x.conj() * y).sum(dim, dtype=x.dtype)
@@ -145,8 +147,8 @@ def chain_matmul(*matrices: Any) -> Any:
 
 @composed(torch.linalg.multi_dot)
 def multi_dot(tensors: Any) -> Any:
-    """Return the product of several matrices, in the cheapest order. The outer ones may be vectors. Mirrors
-    `torch.linalg.multi_dot`."""
+    """Return the product of several matrices, in the cheapest order. The first and the last operand may be vectors.
+    Mirrors `torch.linalg.multi_dot`."""
     if len(tensors) < 2 or any(x.dim() != 2 for x in tensors[1:-1]):
         raise UnboundCallError
     chain = [tensors[0].unsqueeze(0) if tensors[0].dim() == 1 else tensors[0], *tensors[1:]]

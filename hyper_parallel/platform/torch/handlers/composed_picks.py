@@ -67,7 +67,7 @@ def unique_consecutive(
 
 @handles(*find("one_hot"))
 def one_hot(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute the number of classes from the largest element if it is not given: one all-reduce of a number."""
+    """One-hot vectors. If the number of classes is not given, one all-reduce of a number finds the largest class."""
     given = {**dict(zip(("input", "num_classes"), args, strict=False)), **kwargs}
     x: Any = given.get("input", given.get("tensor"))
     if given.get("num_classes", -1) != -1 or not is_dtensor(x) or not x.numel():

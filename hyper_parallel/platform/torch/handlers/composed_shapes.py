@@ -42,7 +42,8 @@ composed(torch.view_as_complex_copy)(_copying(torch.view_as_complex))
 
 @composed(*find("unsafe_chunk", torch, Tensor))
 def unsafe_chunk(input: Any, chunks: int, dim: int = 0) -> Any:
-    """Split into chunks that torch allows to be written without a check for overlap. Mirrors `torch.unsafe_chunk`."""
+    """Split into chunks. Torch allows writes to these chunks without a check for overlap. Mirrors
+    `torch.unsafe_chunk`."""
     return input.chunk(chunks, dim)
 
 
@@ -91,7 +92,7 @@ def broadcast_tensors(*tensors: Any) -> Any:
 
 @composed(*find("meshgrid"))
 def meshgrid(*tensors: Any, indexing: str | None = None) -> Any:
-    """Expand each 1-D tensor along the dimensions of the others. Mirrors `torch.meshgrid`."""
+    """Expand each 1-D tensor to a grid with a dimension for each tensor. Mirrors `torch.meshgrid`."""
     tensors = tuple(_tensors(tensors))
     if indexing not in (None, "ij", "xy") or any(x.dim() > 1 for x in tensors):
         raise UnboundCallError  # torch raises the error

@@ -18,9 +18,9 @@ __all__ = ["composed", "number", "replicated_like", "with_item"]
 
 
 def composed(*functions: Any) -> Callable[[Callable], Callable]:
-    """Register the decorated function to replace functions of torch on DTensors. It takes the same arguments except
-    ``out=``: `handlers.unknown` copies the result there. If it raises UnboundCallError, the function of torch runs on
-    gathered operands."""
+    """Register the decorated function to replace functions of torch on DTensors. The decorated function takes the same
+    arguments except ``out=``: `handlers.unknown` copies the result into ``out``. If it raises UnboundCallError, the
+    function of torch runs on gathered operands."""
 
     def register(composition: Callable) -> Callable:
         @handles(*functions)

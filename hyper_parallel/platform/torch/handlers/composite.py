@@ -65,7 +65,7 @@ def convert(func: Any, args: tuple, kwargs: dict) -> Any:
 def update(func: Any, args: tuple, kwargs: dict) -> Any:
     """Compute ``plain.mul_(number)`` with a distributed number, such as the total norm of partly distributed gradients.
 
-    Every rank gathers the number, and the written tensor stays plain.
+    Every rank gathers the number, and the result stays plain.
     """
     if len(args) == 2 and not is_dtensor(args[0]) and is_dtensor(args[1]):
         x, number = args
@@ -133,8 +133,8 @@ def outer(input: Any, vec2: Any, *, out: Any = None) -> Any:
 
 @handles(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_empty_strided)
 def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Make a tensor as ``x.new_zeros(size)`` does. It has the layout of ``x`` if it has its shape, else it is
-    replicated."""
+    """Make a tensor as ``x.new_zeros(size)`` does. The new tensor has the layout of ``x`` if it has the same shape,
+    else it is replicated."""
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
     x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
     count = {Tensor.new_full: 1, Tensor.new_empty_strided: 1}.get(func, len(given))
@@ -160,7 +160,7 @@ _IN_PLACE_VIEWS = ("unsqueeze", "squeeze", "transpose", "t", "swapaxes", "swapdi
 
 @handles(*(getattr(Tensor, f"{name}_") for name in _IN_PLACE_VIEWS))
 def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Change the shape of the same object, as ``x.unsqueeze_(0)`` does."""
+    """Change the shape of ``x`` in place, as ``x.unsqueeze_(0)`` does."""
     x = args[0]
     if func is Tensor.squeeze_:
         args, kwargs = (x, _squeezed(x._layout, *args[1:], **kwargs)), {}
@@ -203,8 +203,8 @@ def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _is_where_one_device_has_it(x: Any) -> bool:
-    """Return whether this rank's memory is like a single device's: ``x`` is replicated, and not a view that was
-    copied."""
+    """Return whether this rank's memory is like a single device's: ``x`` is replicated, and is not a view whose data
+    were copied."""
     return x._layout.replicated and (x._family is None or x._family.source is None)
 
 
@@ -218,7 +218,8 @@ def refuse_sparse(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Let ``x`` become the DTensor ``other``, as ``x.set_(other)`` does. Torch cannot intercept that method."""
+    """Let ``x`` share data and layout with the DTensor ``other``, as ``x.set_(other)`` does. Torch cannot intercept
+    `torch.Tensor.set_`."""
     if not is_dispatch_on():
         return Tensor.set_(self, *args, **kwargs)
     if len(args) != 1 or kwargs or not is_dtensor(args[0]):
@@ -231,7 +232,8 @@ def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _squeezed(layout: Any, *dims: Any, dim: Any = None) -> tuple[int, ...]:
-    """Return the dimensions that ``squeeze_`` removes: sizes of one in the global shape, not in that of a shard."""
+    """Return the dimensions that ``squeeze_`` removes. They have size 1 in the global shape, not only in the local
+    shape."""
     asked = dims_of(dims[0] if len(dims) == 1 else dims or dim)
     if asked is None:
         asked = tuple(range(layout.ndim)) if dim is None and not dims else ()

@@ -44,7 +44,8 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
 
 
 def _copied(x: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of plain data. Parameters that share a storage share one again, as in `Tensor.__deepcopy__`."""
+    """Return a copy of plain data. Copies of parameters with a common storage have a common storage, as with
+    `Tensor.__deepcopy__`."""
     storage = x.untyped_storage()
     if x.is_meta or storage.nbytes() == x.nbytes:
         return x.clone()

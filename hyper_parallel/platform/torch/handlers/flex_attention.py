@@ -115,7 +115,8 @@ def _aux(**results: Any) -> Any:
 
 
 def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
-    """Check the global shapes as torch would, before any communication. The local shapes may not show the fault."""
+    """Check the global shapes as torch would, before any communication. Wrong global shapes may have valid local
+    shapes."""
     shapes = tuple(tuple(x.shape) for x in (q, k, v))
     if any(len(shape) != 4 for shape in shapes):
         raise ValueError(f"flex_attention takes tensors of (batch, heads, length, features), not of shapes {shapes}")
@@ -124,13 +125,13 @@ def _check(q: Any, k: Any, v: Any, mask: Any, gqa: bool) -> None:
         raise ValueError(f"flex_attention: key and value do not fit each other or the query: shapes {shapes}")
     if of_keys[1] != heads and (not gqa or not of_keys[1] or heads % of_keys[1]):
         raise ValueError(
-            f"flex_attention: {heads} heads of the query and {of_keys[1]} of key and value (dimension 1): pass "
+            f"flex_attention: the query has {heads} heads, and key and value have {of_keys[1]} (dimension 1): pass "
             "enable_gqa=True, with a number of query heads that is a multiple of the key and value heads"
         )
     if of_keys[0] != batch and (of_keys[0] != 1 or mask is None):
         raise ValueError(
-            f"flex_attention: the query has {batch} samples (dimension 0), and the keys {of_keys[0]}: use the same "
-            "number, or one sample of keys and values with a block_mask"
+            f"flex_attention: the query has {batch} samples (dimension 0), and the keys have {of_keys[0]}: use the "
+            "same number, or one sample of keys and values with a block_mask"
         )
     checks = Flex.original.__globals__
     if (check := checks.get("_validate_device")) is not None:

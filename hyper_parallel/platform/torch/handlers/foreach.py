@@ -1,7 +1,7 @@
 """Kernels over lists of tensors, which optimizers and gradient clipping call.
 
-They are element-wise. So the local tensors are the right operands if the tensors at each index have equal layouts. The
-first list, which is the written one, determines these layouts.
+These kernels are element-wise. So they can run on local tensors, if the tensors at each index have equal layouts. The
+first list, which the kernel writes, determines the layouts.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _tensors(args: tuple, kwargs: dict) -> list[Any]:
-    """Return the DTensors in the lists. Fused optimizers write to several lists, so each counts as written."""
+    """Return the DTensors in the lists. Fused optimizers write to several lists, so every list counts as written."""
     lists = [a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple))]
     return [x for values in lists for x in values if is_dtensor(x)]
 
@@ -100,7 +100,7 @@ def one_by_one(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @replaces(torch._foreach_copy_)
 def copy_each(targets: Any, sources: Any, non_blocking: bool = False) -> Any:
-    """Copy local tensors if the layouts are equal, else copy tensor by tensor, which redistributes."""
+    """Copy the local tensors if the layouts are equal. Else copy each DTensor separately, with redistribution."""
     if [layout_of(x) for x in targets] == [layout_of(x) for x in sources]:
         return on_locals(torch._foreach_copy_, (targets, sources, non_blocking), {})
     for target, source in zip(targets, sources, strict=True):
@@ -145,7 +145,7 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 
 def _over_ranks(norms: Sequence[Any], tensors: list[Any], order: float) -> list[Any]:
-    """Return the norms of full tensors, as DTensors, from those of local tensors. Interception is off."""
+    """Return the norms of full tensors, as DTensors, from the norms of local tensors. Interception is off."""
     layouts = [layout_of(x) for x in tensors]
     wide = State.core.norms_over_ranks([n.to(widened(n.dtype)) for n in norms], layouts, order)
     return [

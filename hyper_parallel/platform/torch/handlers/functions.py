@@ -1,8 +1,8 @@
 """User-defined autograd functions on DTensors.
 
-Torch cannot intercept them. ``forward`` gets the DTensors. But the engine works on local tensors, so ``backward`` would
-get plain local gradients together with distributed saved tensors. So `torch.autograd.Function.apply` is wrapped
-(`platform.torch.patches`): on calls with DTensors it hooks the node. Then ``backward`` sees the gradients of
+Torch cannot intercept calls of such functions. ``forward`` gets the DTensors. But the engine works on local tensors, so
+``backward`` would get plain local gradients together with distributed saved tensors. So `torch.autograd.Function.apply`
+is wrapped (`platform.torch.patches`): on calls with DTensors it hooks the node. Then ``backward`` sees the gradients of
 distributed outputs as DTensors. Its results are redistributed to the layouts of the inputs.
 """
 
@@ -47,9 +47,9 @@ def hooked_apply(found: Any) -> Any:
 class _EqualToOriginal:
     """A replacement that compares equal to its original.
 
-    Programs store bound methods, ``f = MyFunction.apply``. Torch's compiler recognises the call of an autograd function
-    by comparing such a method with that of its class. Bound methods compare their functions if these are written in
-    Python. A method from before the patch has the original function.
+    Programs store bound methods, ``f = MyFunction.apply``. Torch's compiler compares such a method with ``apply`` of
+    the class, to recognise the call of an autograd function. Two bound methods are equal if their functions are equal.
+    A method stored before the patch has the original function.
     """
 
     def __init__(self, replacement: Any, original: Any) -> None:

@@ -17,7 +17,7 @@ class _GradientHook:
     """A tensor hook that gets and returns DTensors.
 
     Autograd sometimes calls hooks with None as gradient. This happens for a parameter of `fully_shard` whose gradient
-    is pending until a later backward. The user's hook is called when that gradient is reduced.
+    stays pending until a later backward. The user's hook is called when the pending gradient is reduced.
     """
 
     __slots__ = ("_hook", "_layout")
@@ -26,7 +26,7 @@ class _GradientHook:
         self._hook, self._layout = hook, layout
 
     def with_layout(self, layout: Any) -> _GradientHook:
-        """Return a hook of the same function, for a parameter with another layout."""
+        """Return a hook with the same user function, for a parameter with another layout."""
         return _GradientHook(self._hook, layout)
 
     def __call__(self, gradient: Any) -> Any:
@@ -34,7 +34,7 @@ class _GradientHook:
 
 
 class _AccumulatedHook:
-    """A hook that is called after a gradient was accumulated. It skips autograd's calls without a gradient."""
+    """A hook that is called after a gradient was accumulated. The hook skips autograd's calls without a gradient."""
 
     __slots__ = ("_hook",)
 

@@ -1,8 +1,8 @@
 """``.grad``, ``.data``, hooks and backward of DTensors.
 
 A gradient has the layout of its tensor, with `Partial` replaced by `Replicate` (``layout.cotangent``). The engine works
-on the local tensors, which the DTensors are. It runs with dispatch on, because hooks, recomputation and user-defined
-autograd functions run inside it.
+on the local tensors: below Python, a DTensor is its local tensor. The engine runs with dispatch on, because hooks,
+recomputation and user-defined autograd functions run inside it.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def set_grad(func: Any, args: tuple, kwargs: dict) -> None:
 
 @handles(Tensor.data.__set__)
 def set_data(func: Any, args: tuple, kwargs: dict) -> None:
-    """Exchange the data, and with it the layout."""
+    """Replace data and layout of a DTensor, for ``x.data = other``."""
     x, value = args
     layout = layout_of(value)
     if layout is None:
@@ -80,7 +80,8 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
 
 
 def forget_data(x: Any) -> None:
-    """Discard cached facts on ``x`` about its previous data or shape, and count the change, which torch does not."""
+    """Discard values cached for the previous data or shape of ``x``. Also count the change, since torch does not count
+    it."""
     for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
         x.__dict__.pop(name, None)
     x._writes += 1
@@ -120,7 +121,7 @@ def _run(
     allow_unreachable: bool = True,
     accumulate: bool = True,
 ) -> tuple:
-    """Run the engine. It accumulates into ``.grad`` of all leaves or of ``inputs``, or returns the gradients of
+    """Run the engine, which accumulates into ``.grad`` of all leaves or of ``inputs``, or returns the gradients of
     ``inputs``."""
     inputs = None if inputs is None else _to_tuple(inputs)
     if accumulate and inputs == ():
@@ -149,7 +150,7 @@ def autograd_grad(
     is_grads_batched: bool = False,
     materialize_grads: bool = False,
 ) -> tuple:
-    """Return gradients; those of distributed inputs are DTensors. Mirrors `torch.autograd.grad`."""
+    """Return gradients. The gradient of a distributed input is a DTensor. Mirrors `torch.autograd.grad`."""
     if is_grads_batched:
         raise ValueError(
             "autograd.grad(is_grads_batched=True) is not supported with distributed tensors: call autograd.grad once "
@@ -183,7 +184,7 @@ def _root(x: Any, gradient: Any) -> tuple[Any, Any]:
 
 
 def _root_to_reduce(x: Any, gradient: Any) -> tuple[Any, Any]:
-    """Return the root as `_root` does, for a tensor that is a pending reduction."""
+    """Return tensor and cotangent as `_root` does, for a tensor with a pending reduction."""
     layout = x._layout
     if any(p.is_partial() and p.reduce_op != "sum" for p in layout.placements):
         # Not every rank's value receives the full gradient: backward starts at the reduced tensor.

@@ -80,7 +80,7 @@ def fractional_max_pool(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices", F))
 def fractional_max_pool_with_indices(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Draw window positions for all samples and channels on every rank, then run the op table's operation."""
+    """Draw window positions for all samples and channels on every rank, then run the pooling by its op-table row."""
     if kwargs.get("_random_samples") is None and len(args) < 6:
         x, dims = args[0], 2 if "2d" in func.__name__ else 3
         batch = x.shape[0] if x.dim() == dims + 2 else 1

@@ -54,7 +54,7 @@ def cosine_embedding_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    """Return a loss of the angle between vectors that are similar or not, as the target says. Mirrors
+    """Return a loss of the angle between vectors. The target says whether they should be similar. Mirrors
     `torch.nn.functional.cosine_embedding_loss`."""
     if target.dim() > 1 or not input1.dim() == input2.dim() == target.dim() + 1:
         raise UnboundCallError  # torch raises the error
@@ -147,7 +147,7 @@ _CTC = NativeOp(
 
 @handles(F.ctc_loss)
 def ctc_loss(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Compute the loss of each rank's samples, with targets of one length, then reduce."""
+    """Compute the loss of each rank's samples, with targets padded to one length, then reduce."""
 
     def run(
         log_probs: Any,

@@ -1,5 +1,4 @@
-"""`torch.masked.std` and `torch.masked.var` of DTensors without a mask, for which a distributed mask of ones is
-made."""
+"""`torch.masked.std` and `torch.masked.var` of DTensors without a mask, computed with a distributed mask of ones."""
 
 from __future__ import annotations
 

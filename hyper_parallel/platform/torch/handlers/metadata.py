@@ -1,4 +1,4 @@
-"""Properties that are equal for the local tensor and the DTensor, and sizes, which are not."""
+"""Properties that are equal for the local tensor and the DTensor, and sizes, which differ."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def is_same_size(input: Any, other: Any) -> bool:
 
 @replaces(Tensor.__format__)
 def format_tensor(x: Any, spec: str) -> str:
-    """Format a tensor as torch does: a tensor of one number as the number, others by their repr."""
+    """Format a tensor as torch does: a tensor of one number as the number, any other tensor by its repr."""
     if is_dtensor(x) and not x.dim():
         return format(x.item(), spec)
     return object.__format__(x, spec)

@@ -20,7 +20,7 @@ def _along(input: Any, dim: Any = -1, *_: Any, **__: Any) -> Sequence[int]:
 
 
 def _mean(input: Any, dim: Any = None, *args: Any, **_: Any) -> Sequence[int]:
-    """Return the lengths of the reduced dimensions, without the last one.
+    """Return the lengths of the reduced dimensions, except the last dimension.
 
     Norms average over the last dimension, which holds features. Losses have no such dimension.
     """

@@ -1,4 +1,4 @@
-"""Normalisation with statistics over the batch: those of the global batch, however it is sharded."""
+"""Normalisation over the batch, with the statistics of the global batch for any sharding."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _over_the_mesh(
 
 
 def _reduced(x: Any) -> Any:
-    """Reduce partial sums once: otherwise each following operation would reduce them."""
+    """Reduce partial sums now, so that following operations do not each reduce them again."""
     if not any(p.is_partial() for p in x.placements):
         return x
     return x.redistribute(placements=x._layout.cotangent.placements)

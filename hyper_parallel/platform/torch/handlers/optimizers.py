@@ -1,10 +1,10 @@
-"""Steps of element-wise optimizers on the local tensors, as fast as on plain ones.
+"""Steps of element-wise optimizers on the local tensors, as fast as on plain tensors.
 
-Every optimizer is also correct without this module: each of its operations is then intercepted, which takes longer.
-Here ``step`` of the listed classes is wrapped (`platform.torch.patches`). While it runs, parameters, gradients and
-state *are* plain tensors: a DTensor is a local tensor with another class. Changing the class of an object there and
-back is cheap. Torch takes longer to detect that a subclass is a tensor, for each argument of each kernel. Closures, and
-hooks on optimizers, see DTensors.
+Every optimizer is also correct without this module. Then each of its operations is intercepted, which takes longer.
+Here ``step`` of the listed classes is wrapped (`platform.torch.patches`). While a step runs, parameters, gradients and
+state are plain tensors: their class is changed, and changed back afterwards. These changes are cheap. With subclasses,
+torch takes longer to recognise each argument of each kernel as a tensor. Closures, and hooks on optimizers, see
+DTensors.
 """
 
 from __future__ import annotations
@@ -162,13 +162,13 @@ class _LocalStep:
         return True
 
     def begin(self, distributed: list[Any], count: int) -> None:
-        """Turn the distributed ones among ``count`` parameters into plain tensors."""
+        """Turn the DTensors among ``count`` parameters into plain tensors."""
         self.complete, self.found = len(distributed) == count, 0
         self.distributed, self.running = distributed, True
         self._make_plain(distributed)
 
     def end(self, optimizer: Any) -> None:
-        """Turn everything back into DTensors, including new state."""
+        """Turn parameters, gradients and state back into DTensors, including new state."""
         tensor_class, self.running = self.tensor_class, False
         for tensors in self.swapped:
             for x in tensors:
@@ -221,7 +221,7 @@ class _LocalStep:
             x.__class__ = plain_class
 
     def _make_gradients_plain(self, lists: tuple) -> None:
-        """Redistribute the gradients of distributed parameters to the parameters' layouts. They differ only if a
+        """Redistribute the gradients of distributed parameters to the parameters' layouts. The layouts differ only if a
         parameter was given other data."""
         parameters, gradients, tensor_class = lists[0], lists[1], self.tensor_class
         kinds = set(map(type, gradients))
@@ -296,7 +296,8 @@ class _LocalStep:
 
 
 def _check_state(optimizer: Any, parameters: list[Any], plain_class: Any) -> None:
-    """Raise ValueError for state from before a parameter was sharded: it may differ between the ranks."""
+    """Raise ValueError for state that was made before its parameter was sharded. Such state may differ between
+    ranks."""
     for p in parameters:
         own = optimizer.state.get(p)
         layout = p._layout

@@ -1,8 +1,8 @@
 """Random numbers and initialisation: a shard gets the numbers that a single device would draw for its elements.
 
 The global tensor is drawn from the default generator, whose state is the same on all ranks. Each rank keeps its shard.
-That costs memory of the global size for a moment and keeps the generators in step. Where the program has asked for
-numbers by counter (`manual_seed`), uniform and normal numbers are drawn for the shard alone.
+So the generators of all ranks keep equal states. But each rank needs memory of the global size for a moment. Where the
+program has asked for numbers by counter (`manual_seed`), uniform and normal numbers are drawn for the shard alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _INITIALISERS = "uniform_ normal_ constant_ kaiming_uniform_ kaiming_normal_"
 
 @handles(*find(_INITIALISERS, nn.init))
 def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Initialise as `torch.nn.init` does, with fans of the global shape."""
+    """Initialise as `torch.nn.init` does, with fan-in and fan-out of the global shape."""
     rest = {k: v for k, v in kwargs.items() if k != "tensor"}
     x = args[0] if args else kwargs["tensor"]
     with torch.no_grad():

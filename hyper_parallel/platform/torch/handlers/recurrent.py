@@ -43,7 +43,7 @@ _LAYER = NativeOp("labelled", _bind_layer, _call_layer)
 
 @handles(*find("lstm gru rnn_tanh rnn_relu", torch))
 def layer(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run all steps at once, each rank for its samples."""
+    """Run all time steps in one call, on each rank for its samples."""
     return dispatch(_LAYER, func, args, kwargs)
 
 
@@ -67,10 +67,10 @@ _CELL = NativeOp("labelled", _bind_cell, _call_cell)
 
 @handles(*find("lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell", torch))
 def cell(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run one step.
+    """Run one time step.
 
-    Unsharded weights use torch's kernel on this rank's samples. Sharded weights use matrix products and element-wise
-    operations.
+    With unsharded weights, torch's kernel runs on this rank's samples. With sharded weights, matrix products and
+    element-wise operations run.
     """
     if kwargs:
         raise UnboundCallError

@@ -27,7 +27,7 @@ _OF_A_LEAF = "leaf Variable that requires grad"
 def recover(error: RuntimeError, func: Any, args: tuple, kwargs: dict) -> Any:
     """Handle a call whose handler raised ``error``.
 
-    It runs on gathered operands if the op table's row does not cover the arguments.
+    The call runs on gathered operands if the op table's row does not cover the arguments.
 
     Raises:
         RuntimeError: ``error`` otherwise; with a remedy if torch refuses to write to a leaf that requires grad. Torch
@@ -63,7 +63,7 @@ def run_unknown(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _run_into(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run ``func(..., out=x)`` and copy the result into ``x``, which keeps its layout. Optimizers call functions so."""
+    """Run ``func(..., out=x)`` and copy the result into ``x``, which keeps its layout. Optimizers make such calls."""
     rest = {name: value for name, value in kwargs.items() if name != "out"}
     out, result = kwargs["out"], func(*args, **rest)
     if not isinstance(out, (tuple, list)):
@@ -92,8 +92,8 @@ def _check_fits(func: Any, out: Any, result: Any) -> None:
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run the function that returns a new tensor, and copy its result into the first operand. Without such a function,
-    run ``func`` on a gathered copy of that operand."""
+    """Run the function that returns a new tensor, and copy its result into the first operand. If torch has no such
+    function, run ``func`` on a gathered copy of the first operand."""
     x: Any = args[0] if args else None
     if not is_dtensor(x):
         raise TypeError(
@@ -117,15 +117,16 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @functools.cache
 def _served(name: str) -> Callable | None:
-    """Return the out-of-place version of the in-place function ``name``. It must have a rule or a handler."""
+    """Return the out-of-place version of the in-place function ``name``. Return None unless that version has a rule or
+    a handler."""
     found = (getattr(owner, name.rstrip("_"), None) for owner in (Tensor, torch, torch.nn.functional, torch.special))
     return next((f for f in found if f is not None and f in State.table), None)
 
 
 @functools.cache
 def _out_of_place(func: Any) -> Callable:
-    """Return a function that runs ``func`` on a copy. It is cached, because core warns once per function without a
-    rule."""
+    """Return a function that runs ``func`` on a copy. The new function is cached, because core warns once per function
+    without a rule."""
 
     def out_of_place(x: Any, *args: Any, **kwargs: Any) -> Any:
         return func(x.clone(), *args, **kwargs)
@@ -159,7 +160,7 @@ def _run_overload(func: Any, args: tuple, kwargs: dict) -> Any:
 def _schemas(func: Any) -> list[Any]:
     """Return the schemas of an overload.
 
-    For a packet of overloads, the first one decides whether the operation writes.
+    For a packet of overloads, the first overload decides whether the operation writes.
     """
     if isinstance(func, OpOverloadPacket):
         return [getattr(func, func.overloads()[0])._schema]

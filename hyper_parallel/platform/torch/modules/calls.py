@@ -1,9 +1,9 @@
 """Calls of modules of torch.nn that skip `torch.nn.Module.__call__`, and replaced forwards.
 
-`Module.__call__` checks everything that may surround a forward: hooks of ten kinds, tracers, compilation. A small layer
-spends more time there than in its style. So parallelised modules get their own class, with the same name and derived
-from theirs. Its ``__call__`` runs the hooks before and after forward that styles register. It calls `Module.__call__`
-for anything else.
+`Module.__call__` checks everything that may surround a forward: hooks of ten kinds, tracers, compilation. In a small
+layer, these checks take more time than the style. So each parallelised module gets a class derived from its class, with
+the same name. Its ``__call__`` runs the hooks before and after forward that styles register. For anything else, it
+calls `Module.__call__`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ __all__ = ["call_quickly", "replace_forward", "set_compiled_forward", "share_com
 def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mixin: type | None = None) -> None:
     """Let calls of ``module`` run ``make(forward)``.
 
-    The function is stored unbound, and a call passes it the called module. So it also works in a copy of the module.
+    The forward is stored unbound, and gets the called module as its first argument. So it also works in a copy of the
+    module.
     """
     cls: Any = type(module)
     replaced = module.__dict__.get("_replaced_forward")
@@ -50,8 +51,8 @@ def replace_forward(module: nn.Module, make: Callable[[Callable], Callable], mix
 
 
 def _own_forward(module: nn.Module) -> Callable | None:
-    """Remove a forward that another library has set as an attribute of ``module``. Return this forward as a function of
-    the module, or None if there is no such attribute."""
+    """Remove a forward that another library has set as an attribute of ``module``. Return this forward as a function
+    whose first argument is the module. Return None if there is no such attribute."""
     own = module.__dict__.pop("forward", None)
     if own is None:
         return None
@@ -111,7 +112,7 @@ def _with_quick_call(cls: Any) -> type:
 
 def _derive(cls: Any, methods: dict[str, Any], base: type | None = None) -> type:
     """Make a class with the name of ``cls``, these methods and the base class ``base``. Its ``__call__`` does the same
-    as that of `torch.nn.Module`."""
+    as `torch.nn.Module.__call__`."""
     shares = "_shares" in methods
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

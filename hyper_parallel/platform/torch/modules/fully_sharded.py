@@ -1,10 +1,10 @@
 """torch's own `fully_shard` (FSDP2), and the similar `replicate`, on parallelised modules.
 
 Torch's code stores each parameter as its own DTensor, distributed over the data-parallel and the tensor-parallel mesh.
-Torch replaces it by a gathered tensor while the module runs. All of that is left to torch: a parameter is passed to it
-as torch's DTensor with the same placements. The gathered tensor becomes a DTensor of this library, over the same memory
-and with the planned layout. So styles find the tensors that they have distributed. The gradient is complete over the
-tensor-parallel mesh, and torch reduces it over the data-parallel one.
+While the module runs, torch replaces the parameter by a gathered tensor. Torch still does both: it gets each parameter
+as torch's DTensor with the same placements. The gathered tensor then becomes a DTensor of this library, over the same
+memory and with the planned layout. So styles find the tensors that they have distributed. The gradient is complete over
+the tensor-parallel mesh, and torch reduces it over the data-parallel mesh.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = ["checking_parameters", "converting_parameter", "taking_meshes"]
 
 
 def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap ``DataParallelMeshInfo.__post_init__``, which gets each mesh that torch shards or replicates over. It
-    converts meshes of this library to torch's."""
+    """Wrap ``DataParallelMeshInfo.__post_init__``, which gets each mesh that torch shards or replicates over. The
+    wrapper converts meshes of this library to torch's."""
 
     @functools.wraps(original)
     def post_init(self: Any) -> None:
@@ -42,8 +42,8 @@ def taking_meshes(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def checking_parameters(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FSDPParamGroup.__init__``, which gets all parameters of a unit. It rejects unsuitable parameters on all
-    ranks, before anything is changed."""
+    """Wrap ``FSDPParamGroup.__init__``, which gets all parameters of a unit. The wrapper rejects unsuitable parameters
+    on all ranks, before anything is changed."""
 
     @functools.wraps(make)
     def init(
@@ -99,7 +99,7 @@ def _check(p: Any, path: str, mesh_info: Any, post_forward: Any) -> None:
 
 
 def converting_parameter(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``FSDPParam.__init__`` to convert a DTensor of this library to torch's before, and keep its layout."""
+    """Wrap ``FSDPParam.__init__``: convert a DTensor of this library to torch's first, and store its layout."""
     cls = sys.modules[make.__module__].FSDPParam
 
     @functools.wraps(make)

@@ -1,8 +1,8 @@
 """Copies of parallelised modules: copy, deepcopy, pickle and `torch.save`.
 
-Their classes are made while the program runs, and their forwards are closures, so neither can be pickled. The pickle
-contains the original class of the module, its parameters, and its styles. The styles are applied again when the module
-is loaded.
+The classes of such modules are made while the program runs, and their forwards are closures. So neither can be pickled.
+The pickle contains the original class of the module, its parameters, and its styles. The styles are applied again when
+the module is loaded.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class ModuleVerbs(Platform):
 
 
 def wrap_parameter(parameter: Any, layout: Any) -> None:
-    """Turn a parameter into a DTensor, or change its layout. It stays an instance of `torch.nn.Parameter`."""
+    """Turn a parameter into a DTensor, or change its layout. The object stays an instance of `torch.nn.Parameter`."""
     if is_dtensor(parameter):
         parameter._layout = layout
         parameter.__dict__.pop("_cached", None)

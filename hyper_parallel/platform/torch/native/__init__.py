@@ -1,1 +1,1 @@
-"""Conversions between DTensors, meshes and checkpoints of torch itself and those of this library."""
+"""Conversions of DTensors, meshes and checkpoints between torch and this library."""

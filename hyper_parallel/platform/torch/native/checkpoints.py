@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint and DTensors.
 
-Its planners call methods of a tensor for the parts that this rank writes and reads: the rectangles that it holds. A
-packed shard has several. ``load_state_dict(assign=True)`` turns full tensors into DTensors. Full state dicts are
-handled in `whole_states`.
+Torch's planners call methods of a tensor, which return the parts that this rank writes and reads. These parts are the
+rectangles of the full tensor that the rank holds. A packed shard has several rectangles.
+``load_state_dict(assign=True)`` turns full tensors into DTensors. Full state dicts are handled in `whole_states`.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ PROTOCOL = {
 
 # ---------------------------------------------------------------------------------------------- async_save
 def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocking: bool = False) -> Any:
-    """Replace the method by which ``async_save`` copies a tensor to the host. A DTensor becomes a DTensor over a copy
-    of its local tensor."""
+    """Replace the method by which ``async_save`` copies a tensor to the host. The copy of a DTensor is a DTensor over a
+    copy of its local tensor."""
     if not is_dtensor(x):
         return original(stager, x, memo, non_blocking=non_blocking)
     local = _local(x)
@@ -122,7 +122,7 @@ def offload_local(original: Callable, stager: Any, x: Any, memo: Any, non_blocki
 def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any:
     """Replace the method that gets the planned writes of all ranks.
 
-    Without ``save_distributed``, all ranks write files of one name.
+    Without ``save_distributed``, all ranks would write files of the same name.
 
     Raises:
         ValueError: when tensors are sharded. Torch raises it on all ranks.
@@ -133,14 +133,14 @@ def refuse_parts_in_one_file(original: Callable, writer: Any, plans: Any) -> Any
             if data is not None and data.chunk.sizes != data.size:
                 raise ValueError(
                     f"HuggingFaceStorageWriter writes one file for all ranks, but {item.index.fqn!r} of shape "
-                    f"{tuple(data.size)} is sharded: pass save_distributed=True to it, with enable_consolidation=True "
-                    "for files of full tensors"
+                    f"{tuple(data.size)} is sharded: pass save_distributed=True to the writer, with "
+                    "enable_consolidation=True for files of full tensors"
                 )
     return original(writer, plans)
 
 
 def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any) -> Any:
-    """Replace the method that writes a rank's data, in which a tensor has one entry per file. The rectangles of a
+    """Replace the method that writes a rank's data, which allows one entry per tensor in a file. So the rectangles of a
     packed tensor go into several files."""
     rounds: list[list[Any]] = []
     count: dict[str, int] = {}
@@ -166,7 +166,7 @@ def write_chunks_apart(original: Callable, writer: Any, plan: Any, planner: Any)
 # ---------------------------------------------------------------------------------------------- assign=True
 def assign_distributed(original: Callable, module: Any, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> Any:
     """Replace ``Module._load_from_state_dict``, which with ``assign=True`` assigns the tensors of the state dict to the
-    module. A DTensor is replaced by a DTensor with the same placements, whatever the state dict has.
+    module. In place of a DTensor, the module gets a DTensor with the same placements, even from a full tensor.
 
     Raises:
         ValueError: for a DTensor on another mesh, on all its ranks.

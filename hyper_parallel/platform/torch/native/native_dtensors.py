@@ -1,8 +1,8 @@
-"""Conversions between torch's own DTensors and those of this library, over the same memory.
+"""Conversions between torch's DTensors and DTensors of this library, over the same memory.
 
-Both libraries agree on cotangents: full for `Replicate` and on each rank of a `Partial`, and the shard for `Shard`. So
-a gradient passes between them unchanged, except for averages. There each rank's value gets its share of the cotangent
-here, and the full cotangent in torch.
+Both libraries use the same cotangents: full for `Replicate` and `Partial`, and sharded for `Shard`. So conversions do
+not change gradients, except for partial averages. For these, the value of a rank gets a share of the cotangent here,
+and the full cotangent in torch.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def is_native(x: Any) -> bool:
 
 
 def are_native_apart(tensors: Sequence[Any], tensor_class: Any) -> bool:
-    """Return whether ``tensors`` has torch's own DTensors that torch cannot process together with the others. They are
-    on several meshes, or mixed with DTensors of class ``tensor_class`` or plain tensors."""
+    """Return whether torch cannot process ``tensors`` together, because of torch's own DTensors among them. Torch
+    cannot if its DTensors are on several meshes, or mixed with plain tensors or ``tensor_class``."""
     api = sys.modules.get(_API)
     if api is None:
         return False
@@ -75,8 +75,8 @@ def _native_placement(p: Any, layout: Any) -> Any:
 
 
 def as_native(local: Any, layout: Any, strides: Sequence[int]) -> Any:
-    """Return torch's DTensor of this layout with the plain tensor ``local``; differentiable. ``strides`` are those of
-    the full tensor."""
+    """Return torch's DTensor of this layout with the plain tensor ``local``; differentiable. ``strides`` are the
+    strides of the full tensor."""
     return _api().DTensor.from_local(
         local,
         layout.mesh.to_torch(),
@@ -123,7 +123,8 @@ def from_native(x: Any) -> Any:
 def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
     """Return the number of ranks that ``x`` averages over; 1 for a tensor without gradients or averages.
 
-    In torch, the cotangent belongs to the average. Here it belongs to each rank's value, and is smaller by this factor.
+    In torch, the cotangent is with respect to the average. In this library it is with respect to each rank's value, and
+    is smaller by this factor.
 
     Raises:
         ValueError: for gradients of a maximum, minimum or product. Torch passes these to all ranks.
@@ -134,13 +135,14 @@ def _of_averages(reduce_ops: Sequence[str], mesh: Any, x: Any) -> int:
         if op not in ("", "sum", "avg"):
             raise ValueError(
                 f"a DTensor of shape {tuple(x.shape)} placed {list(x.placements)} needs gradients, but torch would "
-                f"give all ranks the same gradient for {op!r}: redistribute it to Replicate() before the conversion"
+                f"give all ranks the same gradient for {op!r}: redistribute the DTensor to Replicate() before the "
+                "conversion"
             )
     return math.prod(mesh.shape[dim] for dim, op in enumerate(reduce_ops) if op == "avg")
 
 
 def _described(p: Any) -> tuple[Any, ...]:
-    """Return `describe_placement` of ``p``.
+    """Describe torch's placement ``p`` as `describe_placement` does, and raise if that returns None.
 
     Raises:
         ValueError: for a placement without counterpart in this library.

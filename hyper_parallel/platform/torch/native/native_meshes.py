@@ -1,4 +1,5 @@
-"""Conversions between meshes of torch.distributed and those of this library. They share their process groups."""
+"""Conversions between meshes of torch.distributed and meshes of this library. The result has the same process
+groups."""
 
 from __future__ import annotations
 

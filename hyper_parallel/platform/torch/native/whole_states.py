@@ -1,7 +1,8 @@
 """Full state dicts of torch.distributed.checkpoint, and DTensors.
 
-``full_state_dict=True`` gathers saved tensors and distributes loaded ones, but only those of torch's own class. Here
-DTensors are gathered first. A loaded tensor gets the present placements of the parameter, or of its state.
+With ``full_state_dict=True``, torch gathers tensors for a save and distributes loaded tensors, but only torch's own
+DTensors. This module does the same for DTensors of this library. A loaded tensor gets the present placements of the
+parameter, or of its optimizer state.
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _NOT_WHOLE = (0,) * 9
 # ---------------------------------------------------------------------------------------------- saved
 def gather_first(original: Callable, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace the function that gathers state with ``full_state_dict=True``, in ``get_model_state_dict`` and
-    ``get_optimizer_state_dict``. That function knows torch's own class alone, so it gets DTensors gathered."""
+    ``get_optimizer_state_dict``. Torch's function knows only torch's own DTensors, so DTensors of this library are
+    gathered before it."""
     on_cpu, only = bool(kwargs.get("cpu_offload")), kwargs.get("ranks_only") or ()
     keep = not only or dist.get_rank(kwargs.get("pg")) in only
     return original(_whole(state_dict, on_cpu, keep), *args, **kwargs)
 
 
 def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
-    """Replace DTensors by full plain tensors, or by empty ones on ranks that do not keep them."""
+    """Replace DTensors by full plain tensors, or by empty tensors on ranks that do not keep the values."""
     if is_dtensor(x):
         with torch.no_grad():
             full = x.full_tensor()
@@ -53,7 +55,7 @@ def _whole(x: Any, on_cpu: bool, keep: bool) -> Any:
 def distribute_into(
     original: Callable, full_state_dict: Any, local_state_dict: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Replace torch's function that overwrites the present tensors with full ones, which every rank passes.
+    """Replace torch's function that overwrites the present tensors with full tensors, which every rank passes.
     ``set_optimizer_state_dict`` and ``set_model_state_dict`` with ``full_state_dict=True`` call it.
 
     Raises:
@@ -89,7 +91,8 @@ def broadcast_into(
 def place_what_came(
     original: Callable, full_state_dict: Any, local_state_dict: Any, keys: Any, device: Any, *args: Any, **kwargs: Any
 ) -> None:
-    """Broadcast and shard a few tensors, in place of torch's own function: few tensors are unsharded at a time."""
+    """Broadcast and shard a few tensors, in place of torch's own function. So only a few tensors are unsharded at a
+    time."""
     held = {name: x for name in keys if is_dtensor(x := local_state_dict.get(name))}
     original(full_state_dict, local_state_dict, keys, device, *args, **kwargs)
     _place(local_state_dict, held, device)
@@ -142,8 +145,9 @@ def _require_same(state: Mapping[str, Any], held: Mapping[str, Any]) -> None:
             said = set().union(*mesh.platform.all_gather_object(said, mesh.platform_group(dim), mesh.shape[dim]))
     if len(said) > 1:
         raise ValueError(
-            "full_state_dict=True needs the same full state dict on every rank, but the ranks passed different ones "
-            f"(this rank: {len(state)} entries). If only rank 0 has the state dict, set broadcast_from_rank0=True too"
+            "full_state_dict=True needs the same full state dict on every rank, but the ranks passed different state "
+            f"dicts (this rank: {len(state)} entries). If only rank 0 has the state dict, set "
+            "broadcast_from_rank0=True too"
         )
 
 

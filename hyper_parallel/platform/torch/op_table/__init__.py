@@ -1,4 +1,4 @@
-"""Mapping of torch's operations to the canonical ones of `core.rules`, one subject per module.
+"""Mapping of torch's operations to the canonical operations of `core.rules`. Each module covers one subject.
 
 A row is found by the function object that ``__torch_function__`` receives: ``torch.add``, ``Tensor.add``,
 ``Tensor.__radd__`` and ``Tensor.T.__get__`` are different keys.

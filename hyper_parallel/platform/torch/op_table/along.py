@@ -27,7 +27,7 @@ __all__ = ["table"]
 
 
 def table() -> Table:
-    """Return the op-table rows for operations along unsharded dimensions, and for those whose operands are gathered."""
+    """Return the op-table rows for operations along unsharded dimensions, and for operations on gathered operands."""
     return {
         **_softmax("softmax"),
         **_softmax("log_softmax"),

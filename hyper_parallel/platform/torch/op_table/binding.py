@@ -56,7 +56,7 @@ def global_shape(x: Any) -> tuple[int, ...]:
 
 
 def _number(value: Any) -> Any:
-    """Return a number. A call with a tensor or None in its place runs on gathered operands."""
+    """Return an argument that must be a number. A call with a tensor or None instead runs on gathered operands."""
     if value is None or isinstance(value, Tensor):
         raise UnboundCallError
     return value
@@ -76,7 +76,7 @@ def _number_of_classes(given: int) -> int:
 
 
 def _kept(x: Any) -> Any:
-    """Return an argument in a form that can be cached; a tensor has none."""
+    """Return an argument in a hashable form, for the cache; raise UnboundCallError for a tensor."""
     if isinstance(x, Tensor):
         raise UnboundCallError
     return tuple(map(_kept, x)) if isinstance(x, (list, tuple)) else x
@@ -113,9 +113,9 @@ WORDS = Words(
 
 
 def autocast_dtype(x: Any) -> torch.dtype | None:
-    """Return the dtype in which autocast runs a full-precision operation on ``x``, None for its own.
+    """Return the dtype in which autocast runs a full-precision operation on ``x``; None for the dtype of ``x``.
 
-    It serves operations that core computes itself: autocast sees native ones only.
+    Used for operations that core computes itself, because autocast sees native operations only.
     """
     device = x.device.type
     if x.dtype in (torch.float16, torch.bfloat16) and torch.is_autocast_enabled(device):

@@ -133,8 +133,8 @@ def _call_div_in_place(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _conversions() -> Table:
-    """Return the op-table rows for ``to`` and similar methods. A handler chooses between these rows. A conversion to
-    integers is not linear, so partial sums must be reduced before it."""
+    """Return the op-table rows for ``to`` and similar methods. A handler chooses one of these rows for each call. A
+    conversion to integers is not linear, so partial sums must be reduced before such a conversion."""
     for name in ("linear_unary", "pointwise"):
         CONVERSIONS[name] = NativeOp(name, "x", _call_to, words=WORDS)
     return dict.fromkeys([Tensor.to, Tensor.type_as], CONVERSIONS["linear_unary"])

@@ -1,6 +1,7 @@
 """torch_npu's own operators, each of which fuses several kernels of torch.
 
-They exist only with torch_npu in the process: `hyper_parallel.platform.torch.npu` adds these rows to the table.
+These operators exist only with torch_npu in the process: `hyper_parallel.platform.torch.npu` adds these rows to the
+table.
 
 Source: the schemas of torch_npu 2.13 and 2.14, for example ``torch.ops.npu.npu_rms_norm.default._schema``.
 """
@@ -55,7 +56,8 @@ def _not_rotated(func: Any, operands: tuple, static_args: tuple) -> Bound:
 
 
 class _AddRmsNorm(torch.autograd.Function):
-    """npu_add_rms_norm with a backward, which torch_npu 2.14 lacks. It is the backward of npu_rms_norm of the sum."""
+    """npu_add_rms_norm with a backward, which torch_npu 2.14 lacks. The backward of npu_rms_norm is applied to the
+    sum."""
 
     @staticmethod
     def forward(ctx: Any, x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float) -> Any:

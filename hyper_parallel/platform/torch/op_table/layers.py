@@ -1,6 +1,7 @@
 """Layers described by their signatures: convolutions, pools, resampling, and others that mix positions of an image.
 
-They use the canonical operation ``labelled``. Shapes of results are computed by torch with tensors without data.
+These layers use the canonical operation ``labelled``. Shapes of results are computed by torch with tensors without
+data.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def _repeated(signature: str, results: int) -> str:
 
 
 def _shapes(call: Callable, func: Any, operands: tuple, others: tuple) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the results on one device, from a call on meta tensors. Torch raises errors about shapes
-    there, on all ranks."""
+    """Return the shapes of the results on one device, from a call on meta tensors. In this call torch raises errors
+    about shapes, on all ranks."""
     with no_dispatch():
         results = call(func, tuple(_without_data(x) if isinstance(x, Tensor) else x for x in operands), others)
     return tuple(tuple(y.shape) for y in (results if isinstance(results, (tuple, list)) else (results,)))
@@ -119,7 +120,8 @@ def _without_data(x: Tensor) -> Tensor:
 
 # ---------------------------------------------------------------------------------------------------- pools
 def _windows(dims: int, ndim: int) -> str | None:
-    """Return a signature for samples of channels, or channels alone; the last ``dims`` dimensions are unsharded."""
+    """Return a signature for an input (samples, channels, ...), or (channels, ...). Its last ``dims`` dimensions are
+    unsharded."""
     letters = {dims + 2: "nc", dims + 1: "c"}.get(ndim)
     return letters and f"{letters}{'.' * dims}->{letters}{'.' * dims}"
 
@@ -164,8 +166,8 @@ def _convolutions() -> Table:
 
 
 def _convolution(dims: int, weight: str, shapes: Shapes, others: tuple) -> str | None:
-    """Return the signature of a convolution, None for other shapes. It is linear in weight and input, and contracts
-    input channels. With groups, input and output channels are sharded together."""
+    """Return the signature of a convolution, None for other shapes. A convolution is linear in weight and input, and
+    contracts input channels. With groups, input and output channels are sharded together."""
     x, spatial = len(shapes[0]), "." * dims
     if x not in (dims + 1, dims + 2) or len(shapes[1]) != dims + 2:
         return None

@@ -83,7 +83,7 @@ def _whole(given: Given, counts: tuple[int, ...]) -> tuple:
 def _behind_solve(given: Given) -> tuple:
     """Return the static arguments of `solve`.
 
-    Right sides are vectors if they are 1-D or have the shape ``A.shape[:-1]``, otherwise matrices.
+    The right-hand side is a vector if it is 1-D or has the shape ``A.shape[:-1]``, otherwise a matrix.
     """
     a, b = given.shapes
     vectors = len(b) == 1 or b == a[:-1]

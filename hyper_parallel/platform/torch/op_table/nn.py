@@ -145,5 +145,6 @@ def _call_dropout(func: Any, operands: tuple, static_args: tuple) -> Any:
 
 
 def _call_channels(func: Any, operands: tuple, static_args: tuple) -> Any:
-    """Call ``func`` on unsharded channels. It finds their dimension from the number of dimensions."""
+    """Call ``func`` on unsharded channels. The function finds the dimension of the channels from the number of
+    dimensions."""
     return func(operands[0], *static_args[:2])

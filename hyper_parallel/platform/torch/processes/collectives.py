@@ -1,9 +1,9 @@
 """Process groups and collectives of torch.distributed.
 
-The hot collectives call the group's backend directly. That is four times as fast as the functions of
-`torch.distributed`, and twice as fast as the process group's methods. The methods go through torch's dispatcher. So
-they are called while a mode observes it: torch's `CommDebugMode`, fake tensors. Functions are looked up at call time,
-because torch_npu replaces some of them.
+Frequent collectives call the group's backend directly. Such a call is four times as fast as a function of
+`torch.distributed`. It is twice as fast as a method of the process group, which goes through torch's dispatcher. While
+a mode observes the dispatcher, such as torch's `CommDebugMode` or fake tensors, the methods are called. Functions are
+looked up at call time, because torch_npu replaces some of them.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ _ALL_REDUCE, _REDUCE_SCATTER = _options(dist.AllreduceOptions), _options(dist.Re
 
 
 class _Group:
-    """Reference of core to a process group. Calling it returns the `ProcessGroup`, or None after that was destroyed.
+    """Reference of core to a process group.
 
-    The reference is weak. A `ProcessGroup` that still lives when the interpreter ends, after its default group was
-    destroyed, aborts the process. Measured with gloo: 5 of 12 runs, none of 12 with weak references.
+    Calling it returns the `ProcessGroup`, or None once the group was destroyed. The reference is weak, because a strong
+    reference can abort the process. That happens if a `ProcessGroup` outlives its default group until the interpreter
+    ends. Measured with gloo: 5 of 12 runs, none of 12 with weak references.
 
     Attributes:
         backend: the object that runs the group's collectives on the platform's device, as long as the group exists;
@@ -97,7 +98,7 @@ class CommunicationVerbs(Platform):
             launch.init_process_group(launch.chosen_backend(self.comm_backend), self._select_device, seconds)
 
     def destroy_process_group(self) -> None:
-        """Destroy the default group and all others. Programs call it."""
+        """Destroy all process groups, including the default group. Called by programs, not by the library."""
         if dist.is_initialized():
             launch.destroy_process_group()
 
@@ -257,7 +258,7 @@ class CommunicationVerbs(Platform):
         return out
 
     def barrier(self, group: Any) -> None:
-        """Wait for all ranks of the group. Programs call it."""
+        """Wait for all ranks of the group. Called by programs, not by the library."""
         dist.barrier(group=_resolve(group))
 
     def all_gather_object(self, value: Any, group: Any, size: int) -> list[Any]:
@@ -321,8 +322,9 @@ def _sizes_of_shift(rank: int, size: int, count: int) -> tuple[list[int], list[i
 
 
 def _sendable(x: Tensor) -> Tensor:
-    """Return the values of ``x`` in memory. An efficient zero tensor has none; backward and forward-mode AD make such
-    tensors. A tensor may also be marked as conjugate or negative, and backends do not send the mark.
+    """Return the values of ``x`` in memory. A tensor of torch's "efficient zero" kind has no values in memory; backward
+    and forward-mode AD make such tensors. A tensor may also be marked as conjugate or negative. Backends do not send
+    this mark.
 
     Raises:
         ValueError: inside a transform, see `refuse_transforms`.

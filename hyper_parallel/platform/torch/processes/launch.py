@@ -59,7 +59,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
         if missing:
             raise RuntimeError(
                 f"the environment has torchrun's RANK or WORLD_SIZE but not {', '.join(missing)}: start the program "
-                "with torchrun, set them all, or unset them all to run alone"
+                "with torchrun, set all these variables, or unset all to run on one rank"
             )
         rank, size = rank_and_size(environ, "RANK", "WORLD_SIZE")
         # Through env://, because torchrun's agent already listens on the port.
@@ -74,7 +74,7 @@ def read_environment(environ: Mapping[str, str] = os.environ) -> Launch:
 def chosen_backend(default: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the backend of `torch.distributed` that ``HYPER_PARALLEL_TORCH_BACKEND`` names, else ``default``.
 
-    With ``gloo`` several ranks can share one GPU, which nccl rejects; tensors are then copied through the host.
+    With ``gloo`` several ranks can share one GPU, which nccl rejects; gloo then copies the tensors through the host.
 
     Raises:
         ValueError: when this torch has no such backend.
@@ -95,7 +95,7 @@ def chosen_backend(default: str, environ: Mapping[str, str] = os.environ) -> str
 def init_process_group(backend: str, select_device: Callable[[int], None], timeout: float | None) -> None:
     """Initialise the default process group with ``backend`` from the environment; see `read_environment`.
 
-    ``timeout`` is in seconds; None is torch's default: 30 minutes, with NCCL 10.
+    ``timeout`` is in seconds; None is torch's default: 10 minutes with NCCL, else 30 minutes.
     """
     launch = read_environment()
     # Any optimizer of torch imports this module. Its functions store the default group at import as a default argument,
@@ -121,9 +121,9 @@ def _destroy_gloo_at_exit() -> None:
 
 
 def destroy_process_group() -> None:
-    """Destroy the default process group and all others, and remove torch's hook for uncaught exceptions.
+    """Destroy all process groups, including the default group, and remove torch's hook for uncaught exceptions.
 
-    torch wraps ``sys.excepthook`` once more at each initialisation, and does not restore it.
+    At each initialisation torch wraps ``sys.excepthook`` once more, and it never restores the hook.
     """
     dist.destroy_process_group()
     hook = sys.excepthook

@@ -44,7 +44,7 @@ def timeout_of(group: Any, device_type: str) -> timedelta | None:
 
 
 def is_communication_failure(error: Exception) -> bool:
-    """Return whether a backend lost a rank, and did not just reject its arguments."""
+    """Return whether a collective failed because of a lost rank, not because of its arguments."""
     return isinstance(error, dist.DistError) or any(text in str(error) for text in _GLOO)
 
 
@@ -102,8 +102,9 @@ def tell_of_failure(groups: Sequence[Any], ranks: Sequence[int], report: str) ->
 def _fail_waiting_ranks(group: Any) -> None:
     """Fail the collectives of the ranks that wait in ``group`` for the missing rank.
 
-    When a process dies, gloo fails at once on its neighbours only; the others would wait for the time-out. A receive
-    that times out closes gloo's connections to all ranks, which fails them too. (``abort`` leaves them waiting.)
+    When a process dies, gloo fails at once on its neighbours only; the other ranks would wait for the time-out. A
+    receive that times out closes gloo's connections to all ranks, so their collectives fail too. (After ``abort`` these
+    ranks would still wait.)
     """
     if dist.get_backend(group) != "gloo":
         return

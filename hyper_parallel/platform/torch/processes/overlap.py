@@ -1,9 +1,9 @@
-"""Linear layers that overlap with their collective. Both are split into chunks: one chunk is multiplied while another
-is communicated ("collective matmul").
+"""Linear layers that overlap with their collective. Layer and collective are split into chunks: one chunk is multiplied
+while another is communicated ("collective matmul").
 
 The gathered or scattered tensor has a shard for each rank along one dimension. A chunk takes a piece of every shard. So
-each chunk is a collective of the ordinary kind, and together they move as many bytes as one would. Communication is
-hidden, at the cost of smaller products and copies of the pieces.
+each chunk takes a collective of the same kind. Together these collectives move as many bytes as a single collective.
+Communication is hidden, at the cost of smaller products and copies of the pieces.
 
 Source: Wang et al. 2023, "Overlap Communication with Dependent Computation via Decomposition"; Megatron-LM's sequence
 parallelism (Korthikanti et al. 2022).
@@ -27,7 +27,7 @@ __all__ = ["FUNCTIONS", "chunks_of", "run"]
 def chunks_of(x: Tensor, weight: Tensor, how: LinearCollective) -> int:
     """Return the number of chunks, at most the requested number; 1 if overlap is not possible.
 
-    The arguments are those of `Fast.linear_with_collective`.
+    The arguments are as in `Fast.linear_with_collective`.
     """
     if x.dim() < 2 or weight.dim() != 2 or 0 in x.shape or 0 in weight.shape:
         return 1
@@ -59,7 +59,7 @@ class _Chunked:
         self.group, self.size, self.dim, self.chunks, self.record = how.group, how.size, how.dim, how.chunks, how.record
 
     def pieces(self, x: Tensor) -> list[Tensor]:
-        """Return one tensor per chunk: its pieces of all ranks' shards, concatenated along dimension 0."""
+        """Return one tensor per chunk: the chunk's pieces of all ranks' shards, concatenated along dimension 0."""
         pieces = x.chunk(self.size * self.chunks, self.dim)
         return [torch.cat(pieces[i :: self.chunks], 0) for i in range(self.chunks)]
 
@@ -98,8 +98,8 @@ class _Chunked:
         return None if other is None else out @ other, out
 
     def scatter(self, pieces: list[Tensor], other: Tensor) -> list[tuple[Tensor, Any, Any]]:
-        """Start the reduce-scatters of ``pieces @ other``. Returns for each the pending result, the work to wait for,
-        and the operand, which must live until then."""
+        """Start the reduce-scatters of ``pieces @ other``. Returns three items for each: the pending result, the work
+        to wait for, and the operand. The operand must live until the work has ended."""
         started = []
         for piece in pieces:
             product = (piece @ other).contiguous()
@@ -109,7 +109,7 @@ class _Chunked:
         return started
 
     def finish(self, started: list[tuple[Tensor, Any, Any]]) -> Tensor:
-        """Wait for the sums that `scatter` started, and return this rank's shard of them."""
+        """Wait for the reduce-scatters that `scatter` started, and return this rank's shard of the sum."""
         for _, work, _ in started:
             work.wait()
         return torch.cat([out for out, _, _ in started], self.dim)

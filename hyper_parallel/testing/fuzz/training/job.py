@@ -139,7 +139,7 @@ class Job:
         """Let ``inside`` unshard random units by hand while the model runs.
 
         Without storage to free, a unit that is unsharded after its forward stays unsharded until `reshard`. So backends
-        without it are left out."""
+        that cannot free storage are left out."""
         if self.meshes is None or not hasattr(self.root, "unshard") or not self.platform.frees_storage:
             return
 

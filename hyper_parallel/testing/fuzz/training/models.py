@@ -28,8 +28,8 @@ __all__ = ["buffers", "build", "distribute", "held", "meshes_of", "module_at", "
 
 
 def build(model: Model, seed: int | None = 5) -> Any:
-    """Return a model. Its attribute ``order`` is a list whose item is the order of the blocks that it calls. With None
-    for ``seed`` it has no memory."""
+    """Return a model. ``order[0]`` of the model lists the blocks in the order in which it calls them. With None for
+    ``seed``, its tensors have no memory."""
     if seed is None:
         with get_adapter().without_values():
             root = _made(model)

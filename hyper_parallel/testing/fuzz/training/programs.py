@@ -221,8 +221,8 @@ EXPERTS: dict[str, tuple[str, ...]] = {
 def _with_experts(
     seed: int, model: Model, setups: tuple[Setup, ...], actions: list[Action], data: str, again: tuple[str, ...]
 ) -> tuple[Model, tuple[Setup, ...]]:
-    """Make one block a block of experts, with a separate generator. Programs in which ranks choose blocks have none,
-    because all ranks must call experts."""
+    """Make one block a block of experts, with a separate generator. Programs in which ranks choose blocks have no such
+    block, because all ranks must call experts."""
     rng = np.random.default_rng((seed, 7725))
     inner = {path.split(".")[0] for setup in setups for unit in setup.units for path in unit if path.count(".")}
     free = [i for i in range(len(model.blocks)) if f"block{i}" not in inner]

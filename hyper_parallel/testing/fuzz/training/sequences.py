@@ -196,7 +196,8 @@ def _attention(self: Any, x: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------ runs
 def _in_one(mesh: Any) -> Any:
-    """Return a 1-D mesh of the ranks. It flattens only if needed, because a new group takes all ranks of the world."""
+    """Return a 1-D mesh of the ranks. A mesh is flattened only if needed, because a new group takes all ranks of the
+    world."""
     long = [name for name, n in zip(mesh.mesh_dim_names, mesh.shape, strict=True) if n > 1]
     return mesh[long[0]] if len(long) == 1 else mesh._flatten("dp_cp")
 
