@@ -50,8 +50,8 @@ class PassRole:
 
         ``runs(ctx)`` returns whether the pass will reach the function with this ``ctx`` of `autograd_function`.
         ``leads(ctx)`` returns whether the graph of the pass contains that function. A pass to given inputs may stop
-        before it. Data parallelism unshards parameters in the callback. A backend that does not see this start never calls
-        it. Core then rejects features that need the callback.
+        before it. Data parallelism unshards parameters in the callback. A backend that does not see this start never
+        calls it. Core then rejects features that need the callback.
         """
         return
 
