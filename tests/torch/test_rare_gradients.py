@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from hyper_parallel import DTensor, Partial, Replicate, Shard, get_platform
+from hyper_parallel import ColwiseParallel, DTensor, Partial, Replicate, Shard, get_platform, parallelize_module
 from hyper_parallel.testing.extent import on_ranks
 from hyper_parallel.testing.spmd import on_mesh
 from tests.torch.support import close, full, randn, shard
@@ -44,6 +44,66 @@ def inputs_by_name(mesh: Any) -> None:
     (x * w).sum().backward(inputs={"w": w})
     close(w.grad, full(x))
     assert x.grad is None
+
+
+@on_mesh()
+def gradients_of_a_tensor_that_is_read_past(mesh: Any) -> None:
+    """Operations that compute a part of a gradient on each rank read the source of the tensor. If the program asks for
+    that gradient before, it is complete; after such a read it is refused."""
+    plain, w = randn(4, 6), randn(6, 6, seed=1)
+    wanted = 2 * plain @ w @ w.T
+
+    def product(x: Any) -> Any:
+        return (x @ shard(w, mesh, Shard(1))).square().sum()
+
+    def layer(x: Any) -> Any:
+        module = nn.Linear(6, 6, bias=False, device=w.device)
+        with torch.no_grad():
+            module.weight.copy_(w.T)
+        return parallelize_module(module, mesh, ColwiseParallel(use_local_output=False))(x).square().sum()
+
+    def twice(x: Any) -> Any:
+        product(DTensor.from_local(source, mesh, [Replicate()]))  # it makes the view that the next one shares
+        return product(x)
+
+    def cut(x: Any) -> Any:
+        return (x.redistribute(placements=[Shard(0)]) @ shard(w, mesh, Replicate())).square().sum()
+
+    source = plain.clone().requires_grad_() * 1.0
+    made = {
+        "gathered": lambda: shard(plain, mesh, Shard(0)).requires_grad_().redistribute(placements=[Replicate()]),
+        "from_local": lambda: DTensor.from_local(source, mesh, [Replicate()]),
+        "summands": lambda: DTensor.from_local(source, mesh, [Replicate()], grad_placements=[Partial()]),
+    }
+    asks = {
+        "register_hook": lambda x, loss: x.register_hook(lambda g: g),
+        "retain_grad": lambda x, loss: x.retain_grad(),
+        "autograd.grad": lambda x, loss: torch.autograd.grad(loss, x),
+        "backward": lambda x, loss: loss.backward(inputs=[x]),
+    }
+    for reads, kinds in {
+        product: ("gathered", "summands"),
+        layer: ("gathered", "from_local", "summands"),
+        twice: ("from_local",),
+        cut: ("summands",),
+    }.items():
+        for kind in kinds:
+            x, seen = made[kind](), []
+            x.register_hook(seen.append)
+            x.retain_grad()
+            reads(x).backward(retain_graph=True)
+            close(seen[0], wanted, f"hook, {kind}", tolerance=1e-4)
+            close(x.grad, wanted, f"retain_grad, {kind}", tolerance=1e-4)
+            if mesh.size() == 1:
+                continue
+            x = made[kind]()
+            loss = reads(x)
+            for what, ask in asks.items():
+                with pytest.raises(ValueError, match=rf"^{what}\(.*asks for the gradient .* x\.retain_grad\(\) before"):
+                    ask(x, loss)
+    # A view that was made of the tensor itself is complete.
+    x = DTensor.from_local(source * 1.0, mesh, [Replicate()])
+    close(torch.autograd.grad(product(x) + product(x), x)[0], 2 * wanted, tolerance=1e-4)
 
 
 @on_mesh()
@@ -168,6 +228,7 @@ def one_result_under_two_layouts(mesh: Any) -> None:
 JOBS = [
     plain_and_distributed_tensors_in_one_graph,
     inputs_by_name,
+    gradients_of_a_tensor_that_is_read_past,
     batched_gradients,
     backward_of_what_needs_no_gradient,
     functions_of_the_user,

@@ -11,7 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hyper_parallel import ColwiseParallel, DTensor, PackedShard, Partial, Replicate, Shard, parallelize_module
+from hyper_parallel import (
+    ColwiseParallel,
+    DTensor,
+    PackedShard,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    parallelize_module,
+)
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters.torch_adapter import numpy, tensor
@@ -148,6 +157,50 @@ def source_written(mesh: Any) -> None:
     same(numpy(mine.grad), numpy(leaf.grad), "gradient of the tensor gathered before the write", 1e-4)
 
 
+def _detached(x: Any) -> Any:
+    return x.detach_().requires_grad_()
+
+
+#: Writes that do not run as operations with a rule. The gradient after them is that of the new value.
+OTHER_WRITES: dict[str, Callable[[Any], Any]] = {
+    "uniform_": lambda x: x.uniform_(),
+    "copy_": lambda x: x.copy_(tensor(floats(4, 6) + 1.0)),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "detach_": _detached,
+}
+
+
+@spmd.on_mesh()
+def result_written(mesh: Any) -> None:
+    """A gathered tensor is written, or a tensor whose gradient stays partial. Operations that compute a part of the
+    gradient read it before and after."""
+    x, w = floats(4, 6), floats(6, 4)
+    made = {
+        "gathered": lambda leaf: leaf.redistribute(placements=[R]),
+        "partial": lambda leaf: DTensor.from_local(
+            leaf.full_tensor(grad_placements=[Partial()]) * 1.0, mesh, [R], grad_placements=[Partial()]
+        ),
+    }
+    for name, write in OTHER_WRITES.items():
+        plain = tensor(x).requires_grad_()
+        torch.manual_seed(3)
+        y = plain * 1.0
+        first = (y @ tensor(w)).sum()
+        write(y)
+        (first + (y @ tensor(w)).square().sum()).backward()
+        for kind, make in made.items():
+            leaf = distribute_tensor(tensor(x), mesh, [S0]).requires_grad_()
+            weight = distribute_tensor(tensor(w), mesh, [S1])
+            torch.manual_seed(3)
+            z = make(leaf)
+            first = (z @ weight).sum()
+            write(z)
+            (first + (z @ weight).square().sum()).backward()
+            same(numpy(leaf.grad), numpy(plain.grad), f"gradient after {name} of a {kind} tensor", 1e-4)
+            if name == "detach_":
+                same(numpy(z.grad), numpy(y.grad), f"gradient of a detached {kind} tensor", 1e-4)
+
+
 @spmd.on_mesh()
 def reader_written(mesh: Any, plain: bool) -> None:
     """Values that layers read of their input are cached on it until it is written. The second layer then reads the new
@@ -177,9 +230,10 @@ def test_recorded_writes_are_refused(pool: Any, world_size: int) -> None:
     pool.run(world_size, recorded)
 
 
+@pytest.mark.parametrize("job", [source_written, result_written], ids=lambda job: job.__name__)
 @pytest.mark.parametrize("world_size", [2])
-def test_gathered_source_is_written(pool: Any, world_size: int) -> None:
-    pool.run(world_size, source_written)
+def test_gathered_tensor_is_written(pool: Any, world_size: int, job: Any) -> None:
+    pool.run(world_size, job)
 
 
 @pytest.mark.parametrize("plain", [True, False])

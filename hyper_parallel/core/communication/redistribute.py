@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from hyper_parallel.core.caches import Table
+from hyper_parallel.core.communication.read_past import made_with, summands_of
 from hyper_parallel.core.communication.transitions import (
     KINDS,
     AllReduce,
@@ -65,16 +66,23 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         return x
     holder, key = x if x._origin is None else x._origin, (mesh, mesh_dims)
     gathered = x._gathered
-    if gathered is not None and (view := made_with(x, gathered)) is not None and mesh_dims == (gathered[1].mesh_dim,):
+    if gathered is not None and gathered[5] != x._version:
+        gathered = x._gathered = None  # x itself was changed in place since
+    if gathered is not None and mesh_dims == (gathered[1].mesh_dim,) and (view := made_with(x)) is not None:
         return view
     view = platform.read_cache(holder, key)
     if view is not None:
+        if holder is not x and platform.read_cache(x, key) is not view:
+            x._read_past = x._version  # another DTensor of the same plain tensor made it
         return view
     linear = platform.read_cache(holder, linear_key(mesh, mesh_dims))
     if gathered is not None and gathered[3] != (gathered[0]._writes, gathered[0]._version):
         gathered = None  # the shard was changed in place since it was gathered
-    if x._summands is not None:
-        view = x._summands[1](mesh_dims)
+    summands = summands_of(x)
+    if summands is not None or gathered is not None or (linear is not None and holder is not x):
+        x._read_past = x._version
+    if summands is not None:
+        view = summands[1](mesh_dims)
     elif gathered is None:
         if linear is None and isinstance(x, platform.Parameter):
             view = identity_reduce_grad(mesh, mesh_dims).of_parameter(x)
@@ -90,16 +98,9 @@ def partial_grad_view(x: Any, mesh_dims: tuple[int, ...]) -> Any:
         gather = step if len(others) == len(mesh_dims) else step.for_parts
         view = gather.share(shard, platform.detach(data))
     platform.write_cache(holder, key, view)
+    if holder is not x and x._read_past is None:
+        platform.write_cache(x, key, view)  # tells that this view was made of x itself
     return view
-
-
-def made_with(x: Any, gathered: tuple) -> Any:
-    """Return the view, for consumers with partial cotangents, that the all-gather of the DTensor ``x`` has created.
-
-    ``gathered`` is `DTensor._gathered`. The cotangents are partial over the mesh dimension of the gathered shards.
-    Return None if there is no view, or if ``x`` was written to after the all-gather.
-    """
-    return gathered[4] if gathered[5] == x._version else None
 
 
 def parameter_view(mesh: DeviceMesh, mesh_dim: int) -> Callable[[Any], Any]:

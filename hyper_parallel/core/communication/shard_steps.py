@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from hyper_parallel.core.communication import collectives
+from hyper_parallel.core.communication.read_past import summands_of
 from hyper_parallel.core.communication.recorder import dim_name
 from hyper_parallel.core.communication.transitions import Move
 from hyper_parallel.core.layouts.chunking import packed_ranges
@@ -115,10 +116,12 @@ class Slice(Move):
     verb = "slice"
 
     def move(self, x: Any) -> Any:
-        if x._summands is None or self.mesh_dim not in x._summands[0]:
+        summands = summands_of(x)
+        if summands is None or self.mesh_dim not in summands[0]:
             return super().move(x)
         # The gradient of the shard, padded with zeros, is a summand, so backward need not communicate.
-        mesh_dims, make = x._summands
+        mesh_dims, make = summands
+        x._read_past = x._version
 
         def part(partial: tuple[int, ...] = ()) -> Any:
             return self._part(make((self.mesh_dim, *partial)))
@@ -126,7 +129,7 @@ class Slice(Move):
         y = self.platform.wrap(part(), self.layout)
         rest = tuple(d for d in mesh_dims if d != self.mesh_dim)
         if rest and self.platform.requires_grad(y):
-            y._summands = rest, part
+            y._summands = rest, part, y._version
         return y
 
     def forward(self, ctx: Any, x: Any) -> Any:

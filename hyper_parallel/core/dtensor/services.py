@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from hyper_parallel.core import modes
-from hyper_parallel.core.communication import local_collectives, norms, transitions
+from hyper_parallel.core.communication import local_collectives, norms, read_past, transitions
 from hyper_parallel.core.communication.coalesce import open_block
 from hyper_parallel.core.communication.errors import tell_of_failure
 from hyper_parallel.core.dtensor import cotangents
@@ -37,6 +37,7 @@ class Services:
     open_block = staticmethod(open_block)
     for_user, as_cotangent = staticmethod(cotangents.for_user), staticmethod(cotangents.as_cotangent)
     through_hook = staticmethod(cotangents.through_hook)
+    keep_gradient, forget_history = staticmethod(read_past.keep_gradient), staticmethod(read_past.forget_history)
     to_owner, to_summands = staticmethod(transitions.to_owner), staticmethod(transitions.to_summands)
     total_norm = staticmethod(norms.total_norm)
     norms_over_ranks = staticmethod(norms.norms_over_ranks)

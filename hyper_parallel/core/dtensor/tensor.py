@@ -58,15 +58,16 @@ class DTensor:
     #: Strides of the tensor on a single device, where local strides do not determine them; None if contiguous.
     _strides: Any = None
     #: Set on the result of an all-gather: (source DTensor, step, gathered data, number of writes to the source,
-    #: partial-gradient view or None, version of the instance). Partial-gradient views of the instance are functions of
-    #: the source shard, so that their backward is one reduce-scatter.
+    #: partial-gradient view or None, version of the instance). Partial-gradient views are functions of the source.
     _gathered: Any = None
     #: The plain tensor that `from_local` was called with. It caches partial-gradient views, so that several modules
     #: that take the same plain tensor share one collective.
     _origin: Any = None
-    #: Set on an instance whose gradient stays partial over some mesh dimensions: (mesh dimensions, ``make``).
+    #: Set on an instance whose gradient stays partial over some mesh dimensions: (these, ``make``, version of it).
     #: ``make(mesh_dims)`` returns its local tensor for consumers whose cotangent is partial over ``mesh_dims``.
     _summands: Any = None
+    #: Version of the instance whose gradient is incomplete, because an operation has read past it (see `read_past`).
+    _read_past: Any = None
     #: Number of local elements that tie for the extreme value, where the reduction over ranks is pending.
     _ties: Any = None
     #: ``_collect(cotangent, mesh, mesh_dims)`` of a parameter of `fully_shard`, inside `coalesce_gradients`: accepts a
@@ -396,5 +397,5 @@ def _made_of(local_tensor: Any, layout: Layout, grad_placements: Sequence[Placem
         ways = zip(wanted.placements, layout.placements, strict=True)
         summed = tuple(d for d, (w, p) in enumerate(ways) if w is Partial() and p is Replicate())
         if summed:
-            x._summands = summed, make
+            x._summands = summed, make, x._version
         return x

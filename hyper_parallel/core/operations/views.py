@@ -17,6 +17,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from hyper_parallel.core.communication.read_past import forget_sources
+
 if TYPE_CHECKING:
     from hyper_parallel.platform.contract import Platform
 
@@ -182,7 +184,8 @@ def forget_value(x: Any, platform: Platform) -> None:
     """Discard cached facts about the old value of ``x``, a DTensor or plain tensor that was written to."""
     platform.clear_cache(x)
     if getattr(x, "_layout", None) is not None:
-        x._gathered = x._origin = x._ties = x._summands = None
+        forget_sources(x)
+        x._ties = None
         x._writes += 1
 
 

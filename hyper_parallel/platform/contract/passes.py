@@ -104,6 +104,14 @@ class PassServices(Protocol):
         """Call a user's ``hook`` on the gradient of a tensor of ``layout`` as a DTensor. Returns the local gradient
         with which backward goes on, or None where the hook returns None."""
 
+    def keep_gradient(self, x: Tensor, what: str) -> None:
+        """Let later operations read the DTensor ``x`` itself, because the program asks for its gradient by ``what``.
+        Raises ValueError on all ranks if an earlier operation has read past it."""
+
+    def forget_history(self, x: Tensor) -> None:
+        """Forget the tensors that the DTensor ``x`` was made from, after the framework detached it in place.
+        Interception is off."""
+
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
         """Tell the other ranks of ``meshes`` that a backward pass raised ``error`` (`Platform.tell_of_failure`)."""
 

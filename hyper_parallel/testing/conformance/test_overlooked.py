@@ -98,6 +98,41 @@ def test_write_after_gathering(pool: Any, world_size: int) -> None:
 
 
 @spmd.on_mesh()
+def hooked_after_it_was_gathered(mesh: Any) -> None:
+    """Check hooks of a gathered tensor whose consumer computes a part of its gradient on each rank.
+
+    A hook gets the full gradient, and changes it. After such a consumer, a hook is refused.
+    """
+    adapter = get_adapter()
+    whole, weight, weights = floats(6, 4), floats(8, 4), floats(6, 8)
+    seen: list[Any] = []
+
+    def loss(x: Any, w: Any) -> Any:
+        y = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
+        y.register_hook(lambda gradient: seen.append(gradient) or gradient * 2)
+        z = adapter.linear(y, DTensor.from_local(w, mesh, [S0], shape=weight.shape))
+        if mesh.size() > 1:
+            late = DTensor.from_local(x, mesh, [S0], shape=whole.shape).redistribute(placements=[R])
+            z = z + adapter.linear(late, DTensor.from_local(w, mesh, [S0], shape=weight.shape)) * 0.0
+            with pytest.raises(
+                ValueError, match=r"^register_hook\(\) asks for the gradient of a DTensor of shape \(6, 4\)"
+            ):
+                late.register_hook(lambda gradient: gradient)
+        return adapter.weighted_sum(z, DTensor.from_local(adapter.tensor(weights), mesh, [R])).full_tensor(), z
+
+    _, grads = adapter.value_and_grads(loss, [part(whole, mesh, S0), part(weight, mesh, S0)])
+    assert [g.placements for g in seen] == [(R,)]
+    same(adapter.numpy(seen[0]), weights @ weight, "gradient that the hook gets", 1e-4)
+    same(grads[0], 2 * part(weights @ weight, mesh, S0), "gradient that the hook changed", 1e-4)
+    same(grads[1], part(weights.T @ whole, mesh, S0), "gradient of the weight", 1e-4)
+
+
+@on_ranks(1, 2, 3)
+def test_hooks_of_a_gathered_tensor(pool: Any, world_size: int) -> None:
+    pool.run(world_size, hooked_after_it_was_gathered)
+
+
+@spmd.on_mesh()
 def written_between_two_layers(mesh: Any, shape: tuple[int, ...]) -> None:
     """Check a plain tensor that is written between reads by two column-parallel layers.
 

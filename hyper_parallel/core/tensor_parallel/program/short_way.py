@@ -12,12 +12,8 @@ from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.communication.collectives import bind_all_reduce
-from hyper_parallel.core.communication.redistribute import (
-    made_with,
-    parameter_view,
-    partial_grad_view,
-    redistribution_steps,
-)
+from hyper_parallel.core.communication.read_past import made_with
+from hyper_parallel.core.communication.redistribute import parameter_view, partial_grad_view, redistribution_steps
 from hyper_parallel.core.communication.transitions import identity_reduce_grad, linear_key, one_summand, summation
 from hyper_parallel.core.dtensor.tensor import DTensor, dtensor_class
 from hyper_parallel.core.layouts.chunking import shard_sizes
@@ -128,11 +124,14 @@ def short_way(program: Program, module: Any, forward: Callable[[Any, Any], Any])
                     rows = view(x, weight)
                 elif x._summands is not None:
                     rows = partial_grad_view(x, _FIRST)
-                elif x._gathered is None:
-                    rows = view(x if x._origin is None else x._origin, weight)
-                else:
-                    rows = made_with(x, x._gathered)
+                elif x._gathered is not None:
+                    rows = made_with(x)
                     rows = partial_grad_view(x, _FIRST) if rows is None else rows
+                elif x._origin is None:
+                    rows = view(x, weight)
+                else:
+                    x._read_past = x._version
+                    rows = view(x._origin, weight)
                 y, ndim = (
                     linear(rows, weight, own.get("bias")),
                     len(output[1].local_shape) if is_distributed else x.ndim,

@@ -26,6 +26,7 @@ def register_hook(x: Any, hook: Callable[[Any], Any]) -> Any:
 
     Source: ``mindspore.Tensor.register_hook``.
     """
+    x._core.keep_gradient(x, "register_hook()")
     return Tensor.register_hook(x, _GradientHook(hook, x))
 
 

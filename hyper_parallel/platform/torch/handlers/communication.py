@@ -99,5 +99,5 @@ def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     for x in _dtensors([*args, *kwargs.values()]):
         # The caches were computed from earlier values.
         x.__dict__.pop("_cached", None)
-        x._gathered = None
+        x._gathered = x._summands = None
     return result

@@ -15,7 +15,11 @@ __all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dten
 
 
 #: Attributes that belong to one object only: set by torch, by `wrap` and by core.
-_OWN = words("_layout _cached _is_param _gathered _origin _summands _plain _ties _writes _family _strides _out_of_date")
+_OWN = words(
+    """
+_layout _cached _is_param _gathered _origin _summands _read_past _plain _ties _writes _family _strides _out_of_date
+"""
+)
 
 
 def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:

@@ -51,8 +51,17 @@ class _AccumulatedHook:
 @replaces(Tensor.register_hook)
 def register_hook(x: Any, hook: Callable) -> Any:
     """Register a hook on the gradient. The hook gets and returns a DTensor."""
+    State.core.keep_gradient(x, "register_hook()")
     with no_dispatch():
         return x.register_hook(_GradientHook(hook, x._layout))
+
+
+@replaces(Tensor.retain_grad)
+def retain_grad(x: Any) -> None:
+    """Keep the gradient in ``x.grad``."""
+    State.core.keep_gradient(x, "retain_grad()")
+    with no_dispatch():
+        x.retain_grad()
 
 
 @replaces(Tensor.register_post_accumulate_grad_hook)

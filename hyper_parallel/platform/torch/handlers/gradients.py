@@ -18,6 +18,7 @@ from torch.autograd import graph
 from hyper_parallel.platform.torch.basics.private import make_grads, run_engine
 from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor, layout_of, replaces, wrap
 from hyper_parallel.platform.torch.gradients.autograd import telling_engine
+from hyper_parallel.platform.torch.op_table.binding import words
 
 __all__ = ["forget_data"]
 
@@ -79,10 +80,14 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
     forget_data(x)
 
 
+#: Attributes of a DTensor that depend on its data or shape.
+_FACTS = words("_cached _gathered _origin _summands _read_past _plain _family _strides _ties")
+
+
 def forget_data(x: Any) -> None:
     """Discard values cached for the previous data or shape of ``x``. Also count the change, since torch does not count
     it."""
-    for name in ("_cached", "_gathered", "_origin", "_summands", "_plain", "_family", "_strides", "_ties"):
+    for name in _FACTS:
         x.__dict__.pop(name, None)
     x._writes += 1
 
@@ -124,6 +129,9 @@ def _run(
     """Run the engine, which accumulates into ``.grad`` of all leaves or of ``inputs``, or returns the gradients of
     ``inputs``."""
     inputs = None if inputs is None else _to_tuple(inputs)
+    for x in inputs or ():
+        if is_dtensor(x) and x._read_past is not None:
+            State.core.keep_gradient(x, "backward(inputs=...)" if accumulate else "autograd.grad()")
     if accumulate and inputs == ():
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
     roots = [_root(t, g) for t, g in zip(tensors, gradients, strict=True)]

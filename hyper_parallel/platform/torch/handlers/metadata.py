@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
-from hyper_parallel.platform.torch.basics.tensor import handles, is_dtensor, layout_of, replaces
+from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtensor, layout_of, replaces
 from hyper_parallel.platform.torch.op_table.binding import words
 
 __all__: list[str] = []
@@ -27,7 +27,7 @@ _METHODS = words(
     """
 __dir__ _is_all_true _is_view _is_zerotensor _typed_storage dim element_size get_device is_complex is_conj
 is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
-ndimension retain_grad storage storage_offset untyped_storage
+ndimension storage storage_offset untyped_storage
 """
 )
 
@@ -72,6 +72,8 @@ def on_local_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     """Change a flag of the local tensor, which is the same object as the DTensor."""
     with no_dispatch():
         func(*args, **kwargs)
+        if func is Tensor.detach_:
+            State.core.forget_history(args[0])
     return args[0]
 
 
