@@ -65,6 +65,8 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "rrelu in evaluation": ("nc", F.rrelu),
     "glu": ("nch", lambda x: F.glu(x, 1)),
     "softmin": ("nc", lambda x: F.softmin(x, 1)),
+    "prelu with a weight for each channel": ("nchw c", F.prelu),
+    "prelu with one weight": ("nch 1", F.prelu),
     "gumbel_softmax": ("nc", lambda x: F.gumbel_softmax(x, tau=0.5)),
     "normalize": ("nc", F.normalize),
     "bilinear": ("nc nk ock o", F.bilinear),
@@ -73,6 +75,11 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "sum of bags": ("qc #nk nk", lambda w, i, p: F.embedding_bag(i, w, mode="sum", per_sample_weights=p)),
     "mean of bags": ("qc #nk", lambda w, i: F.embedding_bag(i, w, padding_idx=2)),
     "sum of padded bags": ("qc #nk", lambda w, i: F.embedding_bag(i, w, mode="sum", padding_idx=-14)),
+    "sum of bags past a row of NaN": (
+        "qc #nk nk",
+        lambda w, i, p: F.embedding_bag(i, _with_nan(w), mode="sum", padding_idx=2, per_sample_weights=p),
+    ),
+    "mean of bags past a row of NaN": ("qc #nk", lambda w, i: F.embedding_bag(i, _with_nan(w), padding_idx=2)),
     "mean of whole bags": ("qc #nk", lambda w, i: F.embedding_bag(i, w)),
     "largest of bags": ("qc #nk", lambda w, i: F.embedding_bag(i, w, mode="max")),
     "bags of several sizes": ("qc #l", lambda w, i: F.embedding_bag(i, w, _starts(i))),
@@ -102,6 +109,11 @@ ON_NPU = os.environ.get("HYPER_PARALLEL_PLATFORM") == "torch-npu"
 without_npu = pytest.mark.skipif(ON_NPU, reason="its simulation has no kernels for some layers")
 #: Calls of a version of torch that is not the oldest.
 _NEW = {"linear_cross_entropy": hasattr(F, "linear_cross_entropy")}
+
+
+def _with_nan(weight: torch.Tensor) -> torch.Tensor:
+    """Return rows whose third is NaN."""
+    return weight.masked_fill(torch.ones_like(weight).cumsum(0) == 3, torch.nan)
 
 
 def _starts(ids: Any) -> Any:

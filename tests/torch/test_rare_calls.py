@@ -45,6 +45,8 @@ CALLS: dict[str, Callable[..., Any]] = {
     "var of all, biased": lambda x: torch.var(x, False),
     # Torch itself fails at logsumexp of no dimensions, which for other reductions are all.
     "logsumexp of all": lambda x: x.logsumexp(() if isinstance(x, DTensor) else (0, 1)),
+    "logsumexp of integers": lambda i: i.logsumexp(0),
+    "logsumexp of booleans": lambda m: m.logsumexp(1),
     "argmax of all, keepdim": lambda x: x.argmax(keepdim=True),
     "nuclear norm": lambda x: torch.norm(x, p="nuc"),
     "norm of complex numbers with a dtype": lambda x, y: torch.linalg.vector_norm(

@@ -45,6 +45,11 @@ def _axes(dims: Any) -> Any:
     return None if dims in (None, ()) else dims
 
 
+@np.errstate(divide="ignore", invalid="ignore")
+def _quotient(operands: tuple, static_args: tuple) -> Any:
+    return operands[0] / operands[1]
+
+
 def _mean(operands: tuple, static_args: tuple) -> Any:
     x, dims = operands[0], _axes(static_args[0])
     count = math.prod(x.shape[d] for d in (range(x.ndim) if dims is None else np.atleast_1d(dims)))
@@ -383,11 +388,18 @@ ELEMENTWISE = [
     Case("add_", "ab,a.->ab", (floats(5, 4), floats(5, 1)), (), lambda o, s: o[0] + o[1]),
     Case("mul", "ab,b->ab", (floats(5, 4), floats(4)), (), lambda o, s: o[0] * o[1]),
     Case("mul", "_,ab->ab", (3.0, floats(5, 4)), (), lambda o, s: o[0] * o[1]),
+    Case("mul", "_,ab->ab", (float("inf"), floats(5, 4)), (), lambda o, s: o[0] * o[1]),
+    Case("mul_", "ab,_->ab", (floats(5, 4), float("inf")), (), lambda o, s: o[0] * o[1]),
     Case("mul_", "ab,->ab", (floats(5, 4), floats()), (), lambda o, s: o[0] * o[1]),
     Case("div", "ab,b->ab", (floats(5, 4), floats(4)), (None,), lambda o, s: o[0] / o[1]),
+    Case("div", "ab,b->ab", (floats(5, 4), np.array([0.0, 1, -0.0, 2])), (None,), _quotient),
+    Case("div", "ab,_->ab", (floats(5, 4), 0.3), (None,), _quotient),
+    Case("div", "ab,_->ab", (floats(5, 4), 0), (None,), _quotient),
     Case("div", "_,ab->ab", (3.0, floats(5, 4)), (None,), lambda o, s: o[0] / o[1]),
     Case("div", "ab,_->ab", (floats(5, 4), 0.3), ("floor",), lambda o, s: np.floor(o[0] / o[1])),
-    Case("div_", "ab,_->ab", (floats(5, 4), 0.3), (None,), lambda o, s: o[0] / o[1]),
+    Case("div_", "ab,_->ab", (floats(5, 4), 0.3), (None,), _quotient),
+    Case("div_", "ab,b->ab", (floats(5, 4), floats(4)), (None,), _quotient),
+    Case("div_", "ab,_->ab", (floats(5, 4), 0.0), (None,), _quotient),
     Case("linear_unary", "ab->ab", (floats(5, 4),), (), lambda o, s: -o[0]),
     Case("linear_", "ab,b->ab", (floats(5, 4), floats(4)), (), lambda o, s: np.broadcast_to(o[1], o[0].shape)),
     Case("linear_", "ab->ab", (floats(5, 4),), (), lambda o, s: 0 * o[0]),

@@ -60,10 +60,11 @@ class Case:
         return tuple(x.shape if isinstance(x, np.ndarray) else None for x in self.operands)
 
     def sharding(self) -> OpSharding:
-        """The answer of the rule."""
+        """The answer of the rule. Where it is not linear for the operands, partial sums are completed first."""
         found = OPERATIONS[self.op].rule(self.shapes, self.static_args)
         assert found is not None, f"{self.op} refuses {self.shapes}, {self.static_args}"
-        return found
+        linear = found.linear_for is None or found.linear_for(self.operands)
+        return found if linear else replace(found, terms=())
 
     def __str__(self) -> str:
         shapes = ";".join("x".join(map(str, s)) if s is not None else "_" for s in self.shapes)

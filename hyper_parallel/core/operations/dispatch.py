@@ -6,7 +6,7 @@ The hot path looks up the recipe by the operands' layouts and static arguments. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,7 +35,9 @@ from hyper_parallel.core.operations.operands import (
     operand_name,
     refuse_foreign,
     refuse_summed,
+    write_error,
 )
+from hyper_parallel.core.operations.partial_sums import converts_linearly, kept_sums
 from hyper_parallel.core.operations.strategy import Strategy, Unsized, solve
 from hyper_parallel.core.operations.views import after_write, apart, before_write, forget_value
 from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
@@ -62,6 +64,8 @@ class _Recipe:
         static_args: static arguments of the local call; None to use those of the original call.
         operand_layouts, results: layouts of the operands after the reads, and of the results.
         inplace: whether the operation writes to operand 0.
+        sums: indices of the operands whose partial sums are kept (see `partial_sums`).
+        linear_for: see `OpSharding.linear_for`; None where no partial sums are kept.
         copies: function that returns whether the local operation must run on a copy of operand 0, or None (see
             `aliasing`).
         after: function that records aliasing of operands and result, or None (see `aliasing`).
@@ -80,7 +84,7 @@ class _Recipe:
         mesh: DeviceMesh,
         name: str,
     ) -> None:
-        self.mesh, self.canonical = mesh, canonical
+        self.op, self.mesh, self.canonical = op, mesh, canonical
         self.call = op.call
         self.replacement = sharding.call
         if sharding.native_if is not None and sharding.native_if(strategy.operands):
@@ -114,7 +118,9 @@ class _Recipe:
         if aliasing.is_view:
             self.reads = tuple((i, _bind_alias(strategy.operands[i], mesh)) for i, _ in self.reads)
         self.copies, self.after = aliasing.copies, aliasing.after
-        more = self.inplace or self.replacement or self.plain
+        self.sums = kept_sums(canonical, layouts, strategy) if sharding.terms else ()
+        self.linear_for = sharding.linear_for if self.sums else None
+        more = self.inplace or self.replacement or self.plain or self.sums
         self.only_local = not more and self.mixes is None
         self.result: Any = self.results[0] if self.results else None
         self.no_dispatch, self.wrap = mesh.platform.no_dispatch, _wrap_sized if unsized else mesh.platform.wrap
@@ -129,10 +135,41 @@ class _Recipe:
         wrapped = map(self.wrap, results[:count], self.results)
         return type(results)(wrapped if len(results) == count else [*wrapped, *results[count:]])
 
+    def _run_completed(self, func: Any, operands: tuple, static_args: Any, sums: Sequence[int]) -> Any:
+        """Run the operation with the partial sums of some operands completed first.
+
+        Raises:
+            ValueError: when an operation in place would have to write another placement.
+        """
+        if self.inplace and 0 in sums:
+            raise write_error(func, operands[0]._layout)
+        new = list(operands)
+        with self.no_dispatch():
+            for i in sums:
+                new[i] = redistribute(new[i], new[i]._layout.cotangent)
+        layouts = tuple([operand_key(x) for x in new])
+        return _find_recipe(self.op, self.canonical, func, tuple(new), layouts, static_args)(
+            func, tuple(new), static_args
+        )
+
+    def _not_linear(self, before: Sequence[Any], after: Any) -> list[int]:
+        """Return the operands, of the tensors ``before``, whose partial sums a conversion to the dtype of ``after``
+        would change."""
+        platform = self.mesh.platform
+        return [i for i in self.sums if not converts_linearly(platform, before[i].dtype, after.dtype)]
+
     def __call__(self, func: Any, operands: tuple, static_args: Any) -> Any:
+        given = static_args
         if self.static_args is not None:
             static_args = self.static_args
+        if self.linear_for is not None and not self.linear_for(operands):
+            return self._run_completed(func, operands, given, self.sums)
         if self.inplace:
+            if self.sums:
+                with self.no_dispatch():
+                    sums = self._not_linear(operands, operands[0])
+                if sums:
+                    return self._run_completed(func, operands, given, sums)
             before_write(operands[0])
         with self.no_dispatch():
             if self.mixes is not None:
@@ -157,6 +194,8 @@ class _Recipe:
                 result = self.replacement(LocalCall(self.mesh.platform, native, local_operands, static_args, *layouts))
             if not self.inplace:
                 several = isinstance(result, (tuple, list))
+                if self.sums and self._not_linear(local_operands, result[0] if several else result):
+                    return self._run_completed(func, operands, given, self.sums)
                 result = self.wrap_several(result) if several else self.wrap(result, self.result)
                 if self.after is not None:
                     self.after(operands, result)
@@ -300,26 +339,32 @@ def _run_first(op: NativeOp, func: Any, args: tuple, kwargs: dict, key: tuple | 
         raise ValueError(f"the op table maps {name_of(func)} to {op.name!r}, which is not a canonical operation")
     operands, static_args = bind_of(op)(func, args, kwargs)
     layouts = tuple([operand_key(x) for x in operands])
-    if canonical.elementwise:
-        layout_key: tuple = (op, layouts)
-    else:
-        if canonical.loss:
-            operands = distribute_targets(operands)
-            layouts = tuple([operand_key(x) for x in operands])
-        layout_key = (op, layouts, static_args)
-    recipe = _RECIPES.get(layout_key)
+    if canonical.loss:
+        operands = distribute_targets(operands)
+        layouts = tuple([operand_key(x) for x in operands])
+    recipe = _find_recipe(op, canonical, func, operands, layouts, static_args)
     if recipe is None:
-        recipe = None if canonical.gathers else _make_recipe(op, canonical, func, operands, layouts, static_args)
-        if recipe is None:
-            if canonical.elementwise:
-                check_parts(func, layouts)
-            return run_gathered(func, args, kwargs, op)
-        _RECIPES[layout_key] = recipe
+        if canonical.elementwise:
+            check_parts(func, layouts)
+        return run_gathered(func, args, kwargs, op)
     if key is not None:
         remembered = remembered_call(key, canonical, args, kwargs, operands, recipe, static_args)
         if remembered is not None:
             CALLS[op][key] = remembered
     return recipe(func, operands, static_args)
+
+
+def _find_recipe(
+    op: NativeOp, canonical: CanonicalOp, func: Any, operands: tuple, layouts: tuple, static_args: Any
+) -> _Recipe | None:
+    """Return the recipe for operands of these layouts, or None where they must be gathered."""
+    key = (op, layouts) if canonical.elementwise else (op, layouts, static_args)
+    recipe = _RECIPES.get(key)
+    if recipe is None and not canonical.gathers:
+        recipe = _make_recipe(op, canonical, func, operands, layouts, static_args)
+        if recipe is not None:
+            _RECIPES[key] = recipe
+    return recipe
 
 
 #: The argument of `Platform.make_dtensor_class`.
@@ -346,9 +391,5 @@ def _make_recipe(
         return None
     strategy = solve(sharding, known, mesh, pinned=0 if op.in_place else None)
     if strategy is None:
-        raise ValueError(
-            f"{name_of(func)} cannot write into a tensor placed {list(layouts[0].placements)} on {mesh}: the result "
-            "of the operands has another placement. Redistribute the tensor first, or use the operation that returns "
-            "a new tensor"
-        )
+        raise write_error(func, layouts[0])
     return _Recipe(op, canonical, known, plain, sharding, strategy, static_args, mesh, name_of(func))

@@ -64,6 +64,15 @@ _SLICES = (
 _MESHES = "move the tensors to one mesh (full_tensor, then distribute_tensor)"
 
 
+def write_error(func: Any, layout: Layout) -> ValueError:
+    """Return the error for a tensor of this layout, to which an operation in place cannot write its result."""
+    return ValueError(
+        f"{name_of(func)} cannot write into a tensor placed {list(layout.placements)} on {layout.mesh}: the result "
+        "of the operands has another placement. Redistribute the tensor first, or use the operation that returns "
+        "a new tensor"
+    )
+
+
 def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: CanonicalOp | None = None) -> ValueError:
     """Return the error for a plain tensor, operand ``plain``, that meets a DTensor.
 

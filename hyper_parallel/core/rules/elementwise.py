@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from cmath import isfinite
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +13,12 @@ from hyper_parallel.core.rules.op_sharding import OpSharding
 from hyper_parallel.core.rules.registry import Rule, rule
 
 
-def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = ()) -> OpSharding | None:
+def _elementwise(shapes: tuple, terms: tuple[tuple[int, ...], ...] = (), **more: Any) -> OpSharding | None:
     common = broadcast(shapes)
     if common is None:
         return None
     shape, labels, operands = common
-    return OpSharding(operands=operands, results=(labels,), result_shapes=(shape,), terms=terms)
+    return OpSharding(operands=operands, results=(labels,), result_shapes=(shape,), terms=terms, **more)
 
 
 def _in_place(function: Rule) -> Rule:
@@ -59,24 +60,44 @@ rule("add_", "*xs", elementwise=True)(_in_place(add))
 @rule("mul", "*xs", elementwise=True, memory="ordered")
 def mul(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Product of the operands."""
-    return _elementwise(shapes, (tuple(i for i, shape in enumerate(shapes) if shape is not None),))
+    factors = tuple(i for i, shape in enumerate(shapes) if shape is not None)
+    return _elementwise(shapes, (factors,), linear_for=_are_finite)
+
+
+def _are_finite(operands: tuple) -> bool:
+    return all(isfinite(x) for x in operands if isinstance(x, (float, complex)))
 
 
 @rule("mul_", "*xs", elementwise=True)
 @_in_place
 def mul_(shapes: tuple, static_args: Any) -> OpSharding | None:
     """`mul` in place. Operand 0 keeps its placement, so the result is partial exactly if operand 0 is partial."""
-    return _elementwise(shapes, ((0,),))
+    return _elementwise(shapes, ((0,),), linear_for=_are_finite)
 
 
 @rule("div", "x other | rounding_mode=None", repeatable=True, memory="ordered")
 def div(shapes: tuple, static_args: Any) -> OpSharding | None:
     """Quotient, which is linear in the dividend unless it is rounded."""
     rounding = static_args[0] if static_args else None
-    return _elementwise(shapes, ((0,),) if rounding is None and shapes[0] is not None else ())
+    terms = ((0,),) if rounding is None and shapes[0] is not None else ()
+    return _elementwise(shapes, terms, linear_for=_is_no_tensor_and_no_zero)
 
 
-rule("div_", "x other | rounding_mode=None", repeatable=True)(_in_place(div))
+@rule("div_", "x other | rounding_mode=None", repeatable=True)
+@_in_place
+def div_(shapes: tuple, static_args: Any) -> OpSharding | None:
+    """`div` in place. The result is partial exactly if operand 0 is, also for a tensor as divisor."""
+    sharding = div(shapes, static_args)
+    return None if sharding is None else replace(sharding, linear_for=_is_not_zero)
+
+
+def _is_no_tensor_and_no_zero(operands: tuple) -> bool:
+    """Return whether the divisor is a number other than zero. A tensor may have zeros."""
+    return isinstance(operands[1], (int, float, complex)) and operands[1] != 0
+
+
+def _is_not_zero(operands: tuple) -> bool:
+    return not isinstance(operands[1], (int, float, complex)) or operands[1] != 0
 
 
 @rule("contiguous", elementwise=True, memory="contiguous", view_strides=contiguous_only)

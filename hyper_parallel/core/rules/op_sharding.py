@@ -64,6 +64,9 @@ class OpSharding:
             nonzero elements. Such a dimension is unsharded, and ``call`` returns it with the same size on all ranks.
         terms: the operation as a sum of products. Each term is a tuple of indices of operands in which it is linear,
             such as ``((0, 1), (2,))`` for ``x * w + b``. Empty if the operation is not linear in any operand.
+        linear_for: ``linear_for(operands)`` returns whether the operation is linear for the Python numbers among its
+            operands, or for tensors in their place. Otherwise partial sums are completed first. An infinite factor
+            makes NaN of summands of both signs, for example. All ranks must get the same result. None for always.
         reduce: reduction over ranks for a contracted label: ``"sum"``, ``"max"``, ``"min"``. ``"call"`` if ``call``
             itself communicates and returns a replicated result. None if no label may be contracted.
         combined: labels that ``call`` itself reduces, unlike other labels, for which ``reduce`` applies. The result is
@@ -97,6 +100,7 @@ class OpSharding:
     results: tuple[tuple[Label | None, ...], ...]
     result_shapes: tuple[tuple[Any, ...], ...]
     terms: tuple[tuple[int, ...], ...] = ()
+    linear_for: Callable[[tuple], bool] | None = None
     reduce: str | None = None
     combined: tuple[Label, ...] = ()
     localize: Callable[[tuple, tuple, tuple], tuple] | None = None

@@ -49,14 +49,10 @@ def _mean(call: LocalCall) -> Any:
     x = call.operands[0]
     if local == 0:
         # The mean of an empty tensor is NaN. Its sum is 0, and keeps x in the graph, because backward may communicate.
+        # The native mean of the single sums converts to the dtype that the other ranks send.
         for dim in reduced:
             x = call.platform.sum_along(x, dim)
-        kept = [
-            1 if d in reduced else n
-            for d, n in enumerate(layout.local_shape)
-            if call.static_args[1] or d not in reduced
-        ]
-        return x.reshape(tuple(kept))
+        return call.native((x,), call.static_args)
     return call.native((x,), call.static_args) * (local / everywhere)
 
 

@@ -59,5 +59,7 @@ def _log_sum_exp(call: LocalCall) -> Any:
     (dim,) = axes(call.static_args[0], call.operand_layouts[0].ndim)
     classes = Classes.along(call.operand_layouts[0], dim)
     (x,) = call.operands
+    if not call.platform.is_floating_point(x):
+        x = x * 1.0  # integers become the framework's default dtype
     y = call.platform.to_dtype(vocab_parallel_of(call.platform).log_sum_exp(x, classes), x.dtype)
     return y.reshape(call.result_layouts[0].local_shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from typing import Any
 
@@ -109,6 +110,14 @@ def under_way(mesh: Any, shape: tuple[int, ...]) -> None:
         if not any(n == 0 for n in later[0].to_local().shape):
             seen = waits[0], len(works), sum(work.waits for work in works)
             assert seen == (0, expected, expected), (source, target, seen)
+    adapter, ones = get_adapter(), np.ones(shape, np.float32)
+    platform.start_collective = start_late if starts_any else start
+    try:
+        x = DTensor.from_local(adapter.tensor(ones), mesh, [P])
+        copied = copy.deepcopy(x.redistribute(placements=[R], async_op=True))
+    finally:
+        del platform.start_collective
+    same(adapter.numpy(copied.full_tensor()), ones * mesh.size(), "copy of a pending result")
 
 
 @on_ranks(1, 2, 3)

@@ -8,8 +8,7 @@ import mindspore as ms
 from mindspore import Tensor
 
 from hyper_parallel.platform.contract import NativeOp
-from hyper_parallel.platform.mindspore.basics.dtypes import DIFFERENTIABLE
-from hyper_parallel.platform.mindspore.basics.private import type_id_to_type
+from hyper_parallel.platform.mindspore.basics.dtypes import DIFFERENTIABLE, as_dtype
 from hyper_parallel.platform.mindspore.op_table.binding import WORDS, Call, Choose, by_name, elementwise, row
 from hyper_parallel.platform.mindspore.processes.collectives import copied
 
@@ -63,12 +62,7 @@ def _call_full(func: Any, operands: tuple, static_args: Any) -> Any:
 
 
 def _full(x: Any, fill_value: float, dtype: Any = None, **_: Any) -> Any:
-    return ms.ops.full(tuple(x.shape), fill_value, dtype=x.dtype if dtype is None else _dtype(dtype))
-
-
-def _dtype(dtype: Any) -> Any:
-    """Return a dtype. Overloads pass the dtype itself, and generated code passes its number."""
-    return type_id_to_type(dtype) if isinstance(dtype, int) else dtype
+    return ms.ops.full(tuple(x.shape), fill_value, dtype=x.dtype if dtype is None else as_dtype(dtype))
 
 
 _LINEAR_UNARY = elementwise("linear_unary", "x")
@@ -107,7 +101,7 @@ OPS: dict[str, NativeOp] = by_name(
 
 def _cast(args: tuple, kwargs: dict) -> NativeOp:
     """Choose the op-table row for a conversion, which is linear only if it does not round to integers or booleans."""
-    dtype = _dtype(kwargs.get("dtype", args[1] if len(args) > 1 else None))
+    dtype = as_dtype(kwargs.get("dtype", args[1] if len(args) > 1 else None))
     return _LINEAR_UNARY if dtype is None or dtype in DIFFERENTIABLE else _POINTWISE_UNARY
 
 

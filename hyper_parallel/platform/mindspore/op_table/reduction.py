@@ -9,6 +9,7 @@ from mindspore import mint, ops
 
 from hyper_parallel.platform.arguments import dims_of
 from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.mindspore.basics.dtypes import as_dtype
 from hyper_parallel.platform.mindspore.op_table.as_called import as_called
 from hyper_parallel.platform.mindspore.op_table.binding import (
     Bound,
@@ -26,7 +27,7 @@ __all__ = ["OPS", "VARIANTS"]
 # -------------------------------------------------------------------- reductions
 def _total(function: Callable) -> Call:
     """Return a ``call`` that runs `mint.sum` or `mint.mean`."""
-    return lambda func, xs, static_args: function(xs[0], *static_args[:2], dtype=static_args[2])
+    return lambda func, xs, static_args: function(xs[0], *static_args[:2], dtype=as_dtype(static_args[2]))
 
 
 def _extreme(function: Callable) -> Call:
@@ -39,7 +40,7 @@ def _extreme(function: Callable) -> Call:
 def _vector_norm(func: Any, xs: tuple, static_args: tuple) -> Any:
     """Compute the norm from other operations: ``LinalgVectorNorm`` has no kernel on CPU."""
     p, dims, keepdim, dtype = static_args
-    x = xs[0] if dtype is None else xs[0].astype(dtype)
+    x = xs[0] if dtype is None else xs[0].astype(as_dtype(dtype))
     if p == 2.0:
         return mint.sqrt(mint.sum(mint.square(x), dims, keepdim))
     x = mint.abs(x)

@@ -300,9 +300,10 @@ class InterceptedTensor(Tensor):
 
     # ---------------------------------------------------------------- copies
     def __deepcopy__(self, memo: dict) -> Any:
+        layout = self._layout  # waits for the values of a pending collective
         new: Any = copy_of(self)
         new.__class__ = type(self)
-        new._layout = self._layout
+        new._layout = layout
         memo[id(self)] = new
         return new
 

@@ -28,6 +28,7 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
     Raises:
         RuntimeError: for a tensor that autograd computed, as in torch.
     """
+    layout = x._layout  # waits for the values of a pending collective
     with no_dispatch():
         if not x.is_leaf:
             raise RuntimeError(
@@ -37,7 +38,7 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
         result.requires_grad_(x.requires_grad)
         if x.grad is not None:
             result.grad = x.grad.detach().clone().as_subclass(Tensor)
-    wrap(result, x._layout)
+    wrap(result, layout)
     if getattr(x, "_is_param", False):
         result._is_param = True
     memo[id(x)] = result

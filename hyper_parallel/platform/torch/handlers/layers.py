@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles, is_dtensor, replaces
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import find
+from hyper_parallel.platform.torch.op_table.nn import SKIPPING
 
 __all__: list[str] = []
 
@@ -113,16 +114,21 @@ def embedding_bag(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _bags_of_one_size(ids: Any, weight: Any, mode: str, own_weights: Any, padding: int | None) -> Any:
-    rows = F.embedding(ids, weight)
-    if own_weights is not None:
-        if mode == "mean":
-            raise NotImplementedError("embedding_bag: per_sample_weights is only supported for mode='sum'")
-        rows = rows * own_weights.unsqueeze(-1)
+    if own_weights is not None and mode == "mean":
+        raise NotImplementedError("embedding_bag: per_sample_weights is only supported for mode='sum'")
     if padding is None:
+        rows = F.embedding(ids, weight)
+        if own_weights is not None:
+            rows = rows * own_weights.unsqueeze(-1)
         return rows.sum(1) if mode == "sum" else rows.mean(1)
-    counts = (ids != padding % weight.shape[0]).to(weight.dtype)
-    bags = (rows * counts.unsqueeze(-1)).sum(1)
-    return bags if mode == "sum" else bags / counts.sum(1, keepdim=True).clamp_min(1)
+    padding %= weight.shape[0]
+    rows = dispatch(SKIPPING, F.embedding, (ids, weight, padding), {})
+    if own_weights is not None:
+        rows = rows * own_weights.masked_fill(ids == padding, 0).unsqueeze(-1)
+    if mode == "sum":
+        return rows.sum(1)
+    counts = (ids != padding).to(weight.dtype).sum(1, keepdim=True)
+    return rows.sum(1) * counts.clamp_min(1).reciprocal()  # a product keeps partial sums partial
 
 
 @replaces(F.softmin)

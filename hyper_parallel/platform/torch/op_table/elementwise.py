@@ -43,7 +43,7 @@ bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor chebyshev_polynomi
 chebyshev_polynomial_v chebyshev_polynomial_w complex copysign eq fill float_power floor_divide fmax fmin fmod gammainc
 gammaincc gcd ge greater greater_equal gt heaviside hermite_polynomial_h hermite_polynomial_he hypot igamma igammac
 isclose laguerre_polynomial_l lcm ldexp le legendre_polynomial_p less less_equal logaddexp logaddexp2 logical_and
-logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow prelu remainder
+logical_or logical_xor lt maximum minimum ne nextafter not_equal polar pow remainder
 shifted_chebyshev_polynomial_t shifted_chebyshev_polynomial_u shifted_chebyshev_polynomial_v
 shifted_chebyshev_polynomial_w xlog1py xlogy zeta
 """
@@ -59,7 +59,6 @@ _IN_PLACE_BINARY = "__iand__ __ifloordiv__ __ilshift__ __imod__ __ior__ __ipow__
 #: Names of the second operand where it is not ``other``.
 _SECOND = {
     **dict.fromkeys(("pow", "float_power"), "exponent"),
-    "prelu": "weight",
     "heaviside": "values",
     "fill": "value",
     "complex": "imag",

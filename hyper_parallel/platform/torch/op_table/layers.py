@@ -241,6 +241,7 @@ def _others() -> Table:
             "x1 x2 +dim=1 +eps=1e-8",
             lambda shapes, others: _across(shapes, others[0]),
         ),
+        **several("prelu", "input weight", _prelu, torch, Tensor, F),
         **several("cross", "input other +dim=-1", _crossed, torch.linalg, call=_cross),
         **_statistics("batch_norm"),
         **_statistics("instance_norm"),
@@ -274,6 +275,15 @@ def _others() -> Table:
             call=lambda func, xs, others: func(*xs, reduction="none"),
         ),
     }
+
+
+def _prelu(shapes: Shapes, others: tuple) -> str | None:
+    """Return the signature of a `prelu`: several weights belong to the channels, one weight to all elements."""
+    x, weight = shapes
+    if x is None or weight is None or len(x) - 2 > len(_BATCH):
+        return None
+    letters = f"nc{_BATCH[: max(len(x) - 2, 0)]}"[: len(x)]
+    return f"{letters},{'c' if len(x) > 1 and weight not in ((), (1,)) else '.' * len(weight)}->{letters}"
 
 
 def _group_norm(shapes: Shapes, others: tuple) -> str | None:

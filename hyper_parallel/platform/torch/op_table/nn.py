@@ -7,9 +7,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from hyper_parallel.platform.torch.op_table.binding import Bound, Table, UnboundCallError, autocast_dtype, rows
+from hyper_parallel.platform.contract import NativeOp
+from hyper_parallel.platform.torch.op_table.binding import (
+    WORDS,
+    Bound,
+    Table,
+    UnboundCallError,
+    autocast_dtype,
+    rows,
+)
 
-__all__ = ["table"]
+__all__ = ["SKIPPING", "table"]
 
 
 def table() -> Table:
@@ -70,6 +78,16 @@ def _call_embedding(func: Any, operands: tuple, static_args: tuple) -> Any:
         # No features: `F.embedding` then reads invalid memory in backward ("an illegal memory access", torch 2.15).
         return weight.sum(0).expand(*ids.shape, 0)
     return F.embedding(ids, weight, static_args[0])
+
+
+def _call_skipping(func: Any, operands: tuple, static_args: tuple) -> Any:
+    ids, padding = operands[0], static_args[0]
+    found = _call_embedding(func, operands, static_args)
+    return found if padding is None else found.masked_fill((ids == padding).unsqueeze(-1), 0)
+
+
+#: Row of a look-up that returns zeros for the padding row, whatever its values.
+SKIPPING = NativeOp("embedding", "", _call_skipping, words=WORDS)
 
 
 # ---------------------------------------------------------------------------------------------------- norms
