@@ -60,10 +60,9 @@ class DTensor:
     #: Set on the result of an all-gather: (source DTensor, step, gathered data, number of writes to the source,
     #: partial-gradient view or None, version of the instance). Partial-gradient views are functions of the source.
     _gathered: Any = None
-    #: The plain tensor that `from_local` was called with. It caches partial-gradient views, so that several modules
-    #: that take the same plain tensor share one collective.
+    #: The plain tensor that `from_local` was called with. It caches partial-gradient views for several modules.
     _origin: Any = None
-    #: Set on an instance whose gradient stays partial over some mesh dimensions: (these, ``make``, version of it).
+    #: Set on an instance whose gradient stays partial over some mesh dimensions: (these, ``make``, its version).
     #: ``make(mesh_dims)`` returns its local tensor for consumers whose cotangent is partial over ``mesh_dims``.
     _summands: Any = None
     #: Version of the instance whose gradient is incomplete, because an operation has read past it (see `read_past`).

@@ -1,4 +1,4 @@
-"""Partial sums that an operation must complete first, because it is not linear for the dtypes or numbers of a call."""
+"""Partial sums that must be completed before an operation that is not linear for its dtypes or numbers."""
 
 from __future__ import annotations
 
