@@ -20,7 +20,7 @@ def strict() -> Iterator[None]:
 
     * An operation without a sharding rule, which otherwise runs on gathered operands.
     * A key of a plan that matches no module, which is otherwise ignored.
-    * An uncertain finding in the first call of a model, or one whose value is not used.
+    * A finding in the first call of a model that is uncertain, or about a tensor that nothing reads.
 
     Example:
         >>> import torch

@@ -51,7 +51,7 @@ class Gradients:
 
     @property
     def has_accumulated(self) -> bool:
-        """Return whether accumulated cotangents or rows are still to be reduced."""
+        """Return whether accumulated cotangents, or accumulated rows of flat buffers, are still to be reduced."""
         return bool(self._sums or self._rows)
 
     def forget(self) -> None:

@@ -219,8 +219,9 @@ class Places:
             other = getattr(x, "_layout", None) not in (None, inner[slot.index] or p._layout)
             if other or platform.shape_of(x) != platform.shape_of(p) or x.dtype != p.dtype:
                 raise ValueError(
-                    f"{self._what}: its forward has given the parameter {slot} of shape {tuple(p.shape)} and dtype "
-                    f"{p.dtype} values of another shape, dtype or placement: keep shape, dtype and placement"
+                    f"{self._what}: its forward has changed the shape, dtype or placement of the parameter {slot}, "
+                    f"which had shape {tuple(p.shape)} and dtype {p.dtype}: write values of the same shape, dtype and "
+                    "placement"
                 )
         with platform.no_grad():
             for x, p, before, after in zip(self._shown, parameters, addresses, now, strict=True):

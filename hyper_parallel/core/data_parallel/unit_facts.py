@@ -203,8 +203,8 @@ def check_memory(modules: Sequence[Any], parameters: Sequence[Any], platform: An
                 if (is_ours or other_is_ours) and (is_trained or other_is_trained) and _share_elements(x, y, platform):
                     raise ValueError(
                         f"fully_shard: {other} and {of} are two tensors that share memory. Shards have separate "
-                        "memory: give both modules the same Parameter object, and read the parameter in place of a "
-                        "buffer"
+                        "memory: let both modules hold the same Parameter object. If one of the two is a buffer, "
+                        "remove the buffer and read the parameter"
                     )
             before.append(entry)
 

@@ -1,7 +1,7 @@
 """The parameters of one unit of `fully_shard`: their sharded and unsharded state, and where modules find them.
 
 While the unit runs, in forward and in backward, its parameters are unsharded: views of the storage of `FlatBuffer`s.
-Backward frees them when their cotangents have arrived, and with frozen parameters also the cotangent of a known input.
+Backward frees them when their cotangents have arrived. If some are frozen, it also waits for the input's cotangent.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ class _Parts(ABC):
     def _no_parts(self, given: Sequence[tuple[int, ...]], wanted: str) -> ValueError:
         """Return the error for lengths that are wrong for shards of one sequence."""
         return ValueError(
-            f"{self.where}: the ranks passed (queries, keys, values) of {given} positions along dimension -2 (-1 "
-            f"stands for tensors of fewer than 3 dimensions), but {wanted}"
+            f"{self.where}: the ranks passed (queries, keys, values) of {given} positions along dimension -2 (a number "
+            f"of -1 stands for a tensor of fewer than 3 dimensions), but {wanted}"
         )
 
     def _whole(self, x: Any, length: int) -> Any:

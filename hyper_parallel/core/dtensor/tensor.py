@@ -364,7 +364,7 @@ def _with_cotangent(local: Any, given: Layout, wanted: Layout) -> Any:
 def _for_summands(local: Any, layout: Layout, convert: Callable[[Any, Layout], Any]) -> Any:
     """Return ``local`` through an identity that only affects gradients of gradients.
 
-    There, each rank contributes to the gradient of a plain partial tensor, and a partial DTensor has one contribution.
+    In gradients of gradients, each rank contributes to a plain partial tensor, but all ranks count once for a DTensor.
     ``convert`` is `to_owner` where a plain tensor becomes a DTensor, and `to_summands` where a DTensor becomes plain.
     """
     return ConvertCotangent(layout.mesh.platform, lambda g: convert(g, layout))(local)

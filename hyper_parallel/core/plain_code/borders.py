@@ -53,7 +53,8 @@ def keeps_parts(module: Any, ways: tuple[Mark | None, ...], layout: Layout) -> b
     """Return whether a style of ``module`` keeps the placement of its input, and the input's last dimension is
     unsharded.
 
-    This holds for styles of norms. The declared ``layout`` may shard another dimension than the marks of the input.
+    The answer is True for styles of norms. The style's ``layout`` and the followed input may be sharded along different
+    dimensions. The last dimension must be unsharded in both.
 
     Args:
         module: module with styles.

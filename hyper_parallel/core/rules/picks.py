@@ -94,7 +94,7 @@ class Picks:
         """Return the selected elements of all ranks along dimension ``dim``, in the order of the global tensor. It is
         differentiable.
 
-        Elements in several segments must be selected along dimension 0.
+        If a rank has several segments of the dimension, ``dim`` must be 0.
         """
         platform = self._platform
         by_peer = self._by_peer.reshape([self._mesh.shape[d] for d in self._mesh_dims])

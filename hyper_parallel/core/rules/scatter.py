@@ -1,7 +1,7 @@
 """Writing or adding elements by index tensors, into a copy of a tensor; and reading elements by flat index.
 
-Dimensions in which an index selects are unsharded, except for ``x[index] = value``. An *added* source may be sharded
-along the index. Each rank then adds its share, and the result is a partial sum.
+Dimensions that an index selects from are unsharded, except for ``x[index] = value``. A source whose elements are added
+may be sharded along the index. Each rank then adds its share, and the result is a partial sum.
 """
 
 from __future__ import annotations

@@ -182,8 +182,8 @@ def repeat_interleave(shapes: tuple, static_args: tuple) -> OpSharding | None:
 def pad(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """Padding with elements (or cropping, if negative) before and after. Such dimensions are unsharded.
 
-    The added elements may be a constant, which is not a partial sum, so the operation is not linear. If they are copies
-    of existing elements, a rank without elements computes with a filler element.
+    Partial sums are completed first: a constant added on each rank would be summed too. If the added elements are
+    copies of existing elements, a rank whose shard is empty computes with a filler element.
     """
     x, pads = shapes[0], static_args[0]
     copies = len(static_args) > 1 and static_args[1] != "constant"

@@ -268,7 +268,7 @@ class Tensor:
 
 
 def _averaged(whole: Whole, told: Sequence[str], sizes: Sequence[int]) -> Iterator[Whole]:
-    """Yield the gradients that the mean of separate losses would have.
+    """Yield the gradients divided by numbers of losses, as if the program had averaged separate losses of ranks.
 
     ``sizes`` are the sizes of the mesh dimensions along which ranks may have separate losses.
     """

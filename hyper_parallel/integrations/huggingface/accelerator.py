@@ -165,7 +165,7 @@ class _Divided(_Base):
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
     def prepare_scheduler(self: Any, scheduler: Any) -> Any:
-        """Prepare a scheduler to take one step for each batch of the ranks."""
+        """Prepare a scheduler to take one step each time that all ranks have read one batch."""
         prepared = super().prepare_scheduler(scheduler)
         if not prepared.split_batches and not isinstance(prepared.scheduler, _Steps):
             prepared.scheduler, prepared.split_batches = _Steps(prepared.scheduler, self.num_processes), True

@@ -113,7 +113,7 @@ def known_plan(model: Any) -> NamedPlan:
 
 
 def known_expert_plan(model: Any) -> NamedPlan:
-    """Return this file's plan for full experts, for an architecture without such a plan; empty if there is none."""
+    """Return a plan for full experts if the architecture has none of its own, else an empty plan."""
     plan: NamedPlan = {}
     for path, module in model.named_modules():
         if type(module).__name__ in _SCALED:

@@ -38,8 +38,8 @@ class LocalParametersParallel(ModuleStyle):
         if forgotten := [name for name in own if name not in self.placements]:
             raise ValueError(
                 f"the plan has the style 'local_params' for {where!r}, but no styles for its parameters "
-                f"{', '.join(map(repr, forgotten))}. Add styles for these parameters, 'colwise' for one number for "
-                "each head"
+                f"{', '.join(map(repr, forgotten))}. Add styles for these parameters. For a parameter with one "
+                "number for each head, the style is 'colwise'"
             )
 
     def _apply(self, module: Any, device_mesh: DeviceMesh) -> Any:

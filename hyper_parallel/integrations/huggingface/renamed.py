@@ -63,8 +63,8 @@ def _one(name: str, groups: list[list[StoredTensor]], converter: Any) -> StoredT
         "MergeModulelist" in kinds and operations[0].dim != 0
     ):
         raise ValueError(
-            f"transformers makes {name!r} from {len(everything)} tensors in the files by {', '.join(kinds)}, which is "
-            "not supported: load the model with from_pretrained, and then call parallelize_model"
+            f"transformers applies {', '.join(kinds)} to {len(everything)} tensors of the files to make {name!r}. This "
+            "is not supported here: load the model with from_pretrained, and then call parallelize_model"
         )
     alike = {(tensor.dtype, len(tensor.shape)) for tensor in everything}
     stacks = "MergeModulelist" in kinds

@@ -22,9 +22,11 @@ BACKWARD_WRAPPERS: list[Callable[[Callable[..., Any]], Callable[..., Any]]] = []
 
 
 def cached_view(platform: Any, make: TensorFunction, key: Any) -> Callable[..., Tensor]:
-    """Return ``view(x)``, which returns ``x`` itself if ``x`` requires no gradient, else ``make(x)``. The result is
-    cached on ``x`` under ``key``, and valid under the conditions of `Platform.read_cache`. ``view`` ignores further
-    arguments."""
+    """Return a function ``view``. ``view(x)`` returns ``x`` itself if ``x`` requires no gradient, else ``make(x)``.
+
+    ``make(x)`` is cached on ``x`` under ``key``, and valid under the conditions of `Platform.read_cache`. ``view``
+    ignores further arguments.
+    """
     requires_grad, read, write = platform.requires_grad, platform.read_cache, platform.write_cache
 
     def view(x: Tensor, *_: Any) -> Tensor:

@@ -159,7 +159,7 @@ class TensorRole(ABC):
 
     @abstractmethod
     def amax(self, x: Tensor, dim: int) -> Tensor:
-        """Return the maximum along ``dim``, which is not empty and keeps size 1; in float32 where ``x`` is narrower."""
+        """Return the maximum along the non-empty ``dim``, with size 1 there; in float32 for a dtype of fewer bits."""
 
     @abstractmethod
     def sum_along(self, x: Tensor, dim: int) -> Tensor:

@@ -213,8 +213,8 @@ class TorchFast(Fast):
         key: Any,
         otherwise: TensorFunction,
     ) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return ``view(x, weight)`` as `gradient_view` does. All views share one table of hooks, and the cache is
-        inlined."""
+        """Return a function ``view(x, weight)`` that does the same as the result of `gradient_view`, in less time: all
+        views share one table of hooks, and the function reads the cache itself."""
         hooks = OrderedDict({0: hook_of(convert, record)})
 
         def view(x: Tensor, weight: Tensor) -> Tensor:

@@ -223,7 +223,7 @@ def _check_latent(projection: _Projection, latent: Latent, mesh: DeviceMesh) -> 
     if not latent._says_how_it_is_read:
         raise ValueError(
             f"{latent.path!r} returns {latent.features} features, and {path!r} takes {projection.inputs} of them. The "
-            f"other {left} features go to code with this rank's heads only, before {row!r}. So each of the "
+            f"other {left} features are read by code before {row!r}, which has this rank's heads only. So each of the "
             f"{mesh.size()} ranks of {mesh} computes a partial gradient of them. Use "
             f"NoParallel(partial_features={left}) for {latent.path!r}, which sums this gradient over the ranks. Use "
             "partial_features=0 if the gradient is the same on all ranks"

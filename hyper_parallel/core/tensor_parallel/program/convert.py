@@ -69,8 +69,8 @@ def to_placement(
             if x.shape[layout.dim] != own:
                 raise ValueError(
                     f"{what} has {x.shape[layout.dim]} features, but this rank's shard of the weight takes {own} of "
-                    f"the {size} features, as {layout!r} gives them. Pass the shard, or declare the placement of the "
-                    "input with input_layouts=..."
+                    f"the {size} features, since the input is declared as {layout!r}. Pass this rank's shard, or "
+                    "declare the placement of the input with input_layouts=..."
                 )
             known = requested_layout(mesh, (layout,), shape, what)
         elif (

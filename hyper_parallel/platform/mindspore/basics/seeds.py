@@ -5,9 +5,9 @@ the call advances. A cell such as `nn.Dropout` makes one primitive when it is cr
 its own stream of numbers, one for each shape. Without a global seed, functions and cells use the seeds (0, 0), with
 which every process draws different numbers.
 
-On CPUs the stream of a kernel is not reproducible. After `REPEATED_CALLS` calls MindSpore tries other numbers of
-threads, which share one generator, and keeps the fastest. So two ranks, or two runs of one program, diverge, whatever
-the seeds are. `Stream` is reproducible.
+On CPUs the numbers of a kernel are not reproducible. After `REPEATED_CALLS` calls MindSpore tries other numbers of
+threads, and keeps the fastest number. All threads share one generator. So two ranks, or two runs of one program,
+diverge, whatever the seeds are. The numbers of `Stream` are reproducible.
 """
 
 from __future__ import annotations

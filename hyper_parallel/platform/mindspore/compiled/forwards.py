@@ -1,8 +1,7 @@
 """Stand-ins for styled modules in MindSpore's graphs: cells of plain local tensors and collectives.
 
-A stand-in is built from the data of a style (`Program`). The stand-in holds the parameters of its module, under names
-that no other code uses. MindSpore's parser accepts a distributed parameter, as its local tensor, under these names
-only.
+A stand-in is built from the data of a style (`Program`). The stand-in holds the parameters of its module under special
+names. By these names MindSpore's parser recognises a distributed parameter, and reads its local tensor.
 """
 
 from __future__ import annotations

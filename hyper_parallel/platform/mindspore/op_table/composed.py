@@ -144,7 +144,8 @@ def _histogram(func: Any, args: tuple, kwargs: dict) -> Any:
 
 
 def _on_cpu(function: Callable) -> Composition:
-    """Return a composition that runs MindSpore's function on CPU. On Ascend, the kernels give other dtypes."""
+    """Return a composition that runs MindSpore's function if the device is a CPU. On Ascend, kernels run instead: their
+    results have other dtypes."""
 
     def run(func: Any, args: tuple, kwargs: dict) -> Any:
         return function(*args, **kwargs) if device_target() == "CPU" else NotImplemented

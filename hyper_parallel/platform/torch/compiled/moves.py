@@ -63,8 +63,8 @@ class Moves:
     def take(
         self, x: Any, given: int | None, module: Any, shards: Shards | None, features: bool = False
     ) -> tuple[Tensor, int | None] | str:
-        """Return an input as a plain tensor, with its cut. Returns a reason instead if the object is no tensor, or
-        compiled code does not know its layout.
+        """Return an input as a plain tensor, and its sharded dimension. Return a reason instead if the object is no
+        tensor, or if compiled code does not know its layout.
 
         Args:
             x: the input.

@@ -183,7 +183,7 @@ def refuse_other_storage(func: Any, args: tuple, kwargs: dict) -> Any:
 
 @handles(*find("as_strided as_strided_copy as_strided_scatter", torch, Tensor))
 def read_memory(func: Any, args: tuple, kwargs: dict) -> Any:
-    """Run ``x.as_strided(...)`` on a gathered copy, if the single device's memory has the same order."""
+    """Run ``x.as_strided(...)`` on a gathered copy, if its elements have the order in memory of a single device."""
     x = args[0] if args else kwargs["input"]
     if is_dtensor(x) and not _is_where_one_device_has_it(x):
         if not State.core.is_contiguous(x):

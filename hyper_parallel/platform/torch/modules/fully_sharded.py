@@ -1,8 +1,8 @@
 """torch's own `fully_shard` (FSDP2), and the similar `replicate`, on parallelised modules.
 
 Torch's code stores each parameter as its own DTensor, distributed over the data-parallel and the tensor-parallel mesh.
-While the module runs, torch replaces the parameter by a gathered tensor. Torch still does both: it gets each parameter
-as torch's DTensor with the same placements. The gathered tensor then becomes a DTensor of this library, over the same
+While the module runs, torch replaces the parameter by a gathered tensor. This module gives torch each parameter as
+torch's DTensor with the same placements. The gathered tensor then becomes a DTensor of this library, over the same
 memory and with the planned layout. So styles find the tensors that they have distributed. The gradient is complete over
 the tensor-parallel mesh, and torch reduces it over the data-parallel mesh.
 """
