@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -328,6 +330,58 @@ def pick(mesh: Any) -> None:
 @on_ranks(1, 2, gate=(2,))
 def test_picks(pool: Any, world_size: int) -> None:
     pool.run(world_size, pick)
+
+
+# ---------------------------------------------------------------------------- order in memory, and the tensor itself
+def _loaded(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+#: name -> function that returns a new tensor with the memory order of its operand, or the operand.
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "load": _loaded,
+    "rand_like": torch.rand_like,
+    "randint_like": lambda x: torch.randint_like(x, 2, 9),
+    "copy": copy.copy,
+    "dropout": lambda x: nn.functional.dropout(x, 0.0),
+    "dropout of evaluation": lambda x: nn.functional.dropout(x, 0.5, training=False),
+}
+
+
+@spmd.on_mesh()
+def keep_order(mesh: Any) -> None:
+    """The order in memory is the single device's, on ranks with one row too, and all ranks answer alike about it."""
+    values = torch.arange(2.0 * mesh.size(), device=device()).reshape(mesh.size(), 2) + 1
+    for placement in Shard(0), Shard(1), Replicate():
+        for name, make in ALIKE.items():
+            bases = values.clone(), distribute_tensor(values.clone(), mesh, [placement])
+            made = []
+            for base in bases:
+                torch.manual_seed(0)
+                x = make(base.t())
+                answers = x.stride(), x.is_contiguous(), x.t().is_contiguous()
+                answers += (x[None, None].is_contiguous(memory_format=torch.channels_last),)
+                x.contiguous().add_(1)
+                made.append((answers, base, x))
+            (expected, *plain), (got, *distributed) = made
+            assert got == expected, f"{name}, {placement}"
+            for x, y in zip(plain, distributed, strict=True):
+                assert torch.equal(y.full_tensor(), x), f"{name}, {placement}"
+    x = distribute_tensor(values.clone(), mesh, [Shard(0)])
+    row = x[0]
+    copy.copy(x).add_(1)
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match="make the view again"):
+            row.sum()
+
+
+@on_ranks(1, 2, 4, gate=(2,))
+def test_memory_order(pool: Any, world_size: int) -> None:
+    pool.run(world_size, keep_order)
 
 
 @spmd.on_mesh()

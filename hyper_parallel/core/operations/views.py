@@ -241,6 +241,8 @@ def after_write(x: Any) -> None:
 
 def _finish_write(family: Family, x: Any = None) -> None:
     """Apply a write to the member ``x`` of a family to everything that shares its memory on a single device."""
+    if family.source is not None:
+        family.source.refuse()
     for member in family.members:
         y = member()
         if y is not None and y is not x:
@@ -308,7 +310,6 @@ def notice_writes(xs: Iterable[Any] = ()) -> None:
         if source.is_base_written():
             _outdate(family)
         elif source.is_view_written():
-            source.refuse()
             with platform.no_grad():
                 _finish_write(family)
 

@@ -89,7 +89,8 @@ def clear_locally(zero_grad: Any) -> Any:
         if tensor_class in kinds and kinds <= local_classes:
             with no_dispatch():
                 zero_grad(self, set_to_none)
-            State.core.notice_writes()
+                zeroed = () if set_to_none else [p.grad for group in self.param_groups for p in group["params"]]
+            State.core.notice_writes(zeroed)
         else:
             zero_grad(self, set_to_none)
 
