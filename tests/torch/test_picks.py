@@ -159,7 +159,7 @@ def messages() -> None:
                 (lambda d, m: d.index_put((rows,), row), 0, 0),
                 (lambda d, m: d[rows], 0, 0),
                 (lambda d, m: d[rows, -1 - rows[:1]], 0, 0),
-                (lambda d, m: d[rows[0]], 0, 0),
+                (lambda d, m: d[rows[0]], 8 * 4, placement is Shard(0)),  # as d[1], which is a view
             )
         ):
             with CommDebugMode() as comm, strict():

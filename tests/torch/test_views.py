@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -170,6 +173,215 @@ def refuse(mesh: Any) -> None:
 @on_ranks(2, 4)
 def test_refusals(pool: Any, world_size: int) -> None:
     pool.run(world_size, refuse)
+
+
+# ---------------------------------------------------------------------------- writes that torch's own code makes
+def _step(make: Callable[..., Any], **options: Any) -> Callable[[Any], tuple]:
+    def step(base: Any) -> tuple:
+        p = nn.Parameter(base)
+        view = p.data[0]
+        (p * p).sum().backward()
+        make([p], 0.1, **options).step()
+        return p.detach(), view
+
+    return step
+
+
+def _on_gradient(write: Callable[[Any], Any]) -> Callable[[Any], tuple]:
+    def run(base: Any) -> tuple:
+        p = nn.Parameter(base)
+        (p * p).sum().backward()
+        view = p.grad[0]
+        write(p)
+        return p.grad, view
+
+    return run
+
+
+def _unscale(p: Any) -> None:
+    found, scale = (torch.full((1,), value, device=device()) for value in (0.0, 2.0))
+    torch._amp_foreach_non_finite_check_and_unscale_([p.grad], found, scale)
+
+
+def _row_of(base: Any) -> tuple:
+    row = base[0].requires_grad_()
+    (row * row).sum().backward()
+    torch.optim.SGD([row], 0.1).step()
+    return base, row.detach()
+
+
+def _gradient_is_row(base: Any) -> tuple:
+    p = nn.Parameter(base[0].detach().clone())
+    p.grad = base[1]
+    nn.utils.clip_grad_value_([p], 1.5)
+    return base, p.grad
+
+
+def _then(write: Callable[[Any, Any, Any], Any]) -> Callable[[Any], tuple]:
+    """Return a function that gives ``write`` a tensor, a row of it and another tensor."""
+
+    def run(base: Any) -> tuple:
+        row, other = base[0], base * 2
+        write(base, row, other)
+        return base, other, row
+
+    return run
+
+
+#: name -> function of a tensor that writes to it and returns tensors that share memory on a single device.
+HIDDEN_WRITES: dict[str, Callable[[Any], tuple]] = {
+    "SGD": _step(torch.optim.SGD),
+    "Adam": _step(torch.optim.Adam),
+    "Adam of lists": _step(torch.optim.Adam, foreach=True),
+    "Adam one by one": _step(torch.optim.Adam, foreach=False),
+    "zero_grad": _on_gradient(lambda p: torch.optim.SGD([p]).zero_grad(set_to_none=False)),
+    "second backward": _on_gradient(lambda p: (p * p).sum().backward()),
+    "clip_grad_norm_": _on_gradient(lambda p: nn.utils.clip_grad_norm_([p], 0.1)),
+    "clip_grad_value_": _on_gradient(lambda p: nn.utils.clip_grad_value_([p], 0.1)),
+    "clip_grads_with_norm_": _on_gradient(
+        lambda p: nn.utils.clip_grads_with_norm_([p], 0.1, torch.tensor(9.0, device=device()))
+    ),
+    "unscale": _on_gradient(_unscale),
+    "row as parameter": _row_of,
+    "row as gradient": _gradient_is_row,
+    "copy_ of plain": _then(lambda x, row, y: x.copy_(torch.ones(x.shape, device=device()))),
+    "copy_ of plain into row": _then(lambda x, row, y: row.copy_(torch.ones(row.shape, device=device()))),
+    "eye_": _then(lambda x, row, y: nn.init.eye_(x)),
+    "t_": _then(lambda x, row, y: x.t_()),
+    "unsqueeze_ of row": _then(lambda x, row, y: row.unsqueeze_(0).add_(1)),
+    "unsqueeze_, write to base": _then(lambda x, row, y: (row.unsqueeze_(0), x.add_(1))),
+    "set_": _then(lambda x, row, y: (x.set_(y), x[1].add_(1))),
+    "data": _then(lambda x, row, y: (setattr(x, "data", y), y.add_(1))),
+    "data of itself": _then(lambda x, row, y: (setattr(x, "data", x), row.add_(1))),
+    "data, row before": _then(lambda x, row, y: (z := y[1], setattr(x, "data", y), z.add_(1))),
+}
+
+
+@spmd.on_mesh()
+def write_in_hidden_ways(mesh: Any) -> None:
+    for name, call in HIDDEN_WRITES.items():
+        values = torch.arange(12.0, device=device()).reshape(4, 3) + 1
+        expected = [x.clone() for x in call(values.clone())]
+        for placement in Shard(0), Shard(1):
+            *results, view = call(distribute_tensor(values.clone(), mesh, [placement]))
+            for got, wanted in zip(results, expected, strict=False):
+                assert torch.allclose(got.full_tensor(), wanted), f"{name}, {placement}"
+            moved = mesh.size() > 1 and placement == Shard(0)
+            if moved and "_out_of_date" in view.__dict__:
+                assert name not in ("row as parameter", "row as gradient", "data of itself", "unsqueeze_ of row"), name
+                with pytest.raises(ValueError, match="make the view again"):
+                    view.full_tensor()
+            else:
+                assert torch.allclose(view.full_tensor(), expected[-1]), f"{name}, {placement}"
+
+
+@spmd.on_mesh()
+def refuse_hidden_writes(mesh: Any) -> None:
+    """A write to a view that cannot reach its base, and one call that writes to a view and its base."""
+    x = distribute_tensor(torch.ones(4, 4, device=device()), mesh, [Shard(0)])
+    diagonal, row = x.diagonal().requires_grad_(), x[0].requires_grad_()
+    for parameters, message in (([diagonal], "cannot change the base tensor"), ([x, row], "writes to a tensor and to")):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        with pytest.raises(ValueError, match=message):
+            torch.optim.SGD(parameters, 0.1).step()
+    diagonal = x.diagonal()
+    p = nn.Parameter(torch.ones_like(diagonal))
+    p.grad = diagonal
+    with pytest.raises(ValueError, match="cannot change the base tensor"):
+        nn.utils.clip_grad_value_([p], 0.5)
+
+
+@on_ranks(1, 2, 4, gate=(2,))
+def test_hidden_writes(pool: Any, world_size: int) -> None:
+    pool.run(world_size, write_in_hidden_ways)
+    if world_size > 1:
+        pool.run(world_size, refuse_hidden_writes)
+
+
+@spmd.on_mesh()
+def pick(mesh: Any) -> None:
+    """0-d tensors and NumPy's numbers in an index select as ints do, and give views."""
+    plain, one = torch.arange(24.0, device=device()).reshape(4, 3, 2), torch.tensor(1, device=device())
+    indices: dict[str, Any] = {
+        "tensor": one,
+        "short": one.to(torch.int8),
+        "two": (one, one),
+        "with a slice": (one, slice(0, 2)),
+        "behind": (slice(None), one),
+        "number": np.int64(1),
+        "array": np.array(1),
+        "truth": np.bool_(True),
+        "mask": torch.tensor(True, device=device()),
+        "byte": torch.tensor(1, dtype=torch.uint8, device=device()),
+    }
+    for placement in Shard(0), Shard(1):
+        for name, index in indices.items():
+            expected, x = plain.clone(), distribute_tensor(plain.clone(), mesh, [placement])
+            for tensor in expected, x:
+                tensor[index].mul_(3)
+            assert torch.equal(x.full_tensor(), expected), f"{name}, {placement}"
+        distributed = DTensor.from_local(one.clone(), mesh, [Replicate()])
+        x[distributed].zero_()
+        assert not x.full_tensor()[1].any()
+
+
+@pytest.mark.filterwarnings("ignore:In future, it will be an error")
+@on_ranks(1, 2, gate=(2,))
+def test_picks(pool: Any, world_size: int) -> None:
+    pool.run(world_size, pick)
+
+
+# ---------------------------------------------------------------------------- order in memory, and the tensor itself
+def _loaded(x: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+#: name -> function that returns a new tensor with the memory order of its operand, or the operand.
+ALIKE: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "load": _loaded,
+    "rand_like": torch.rand_like,
+    "randint_like": lambda x: torch.randint_like(x, 2, 9),
+    "copy": copy.copy,
+    "dropout": lambda x: nn.functional.dropout(x, 0.0),
+    "dropout of evaluation": lambda x: nn.functional.dropout(x, 0.5, training=False),
+}
+
+
+@spmd.on_mesh()
+def keep_order(mesh: Any) -> None:
+    """The order in memory is the single device's, on ranks with one row too, and all ranks answer alike about it."""
+    values = torch.arange(2.0 * mesh.size(), device=device()).reshape(mesh.size(), 2) + 1
+    for placement in Shard(0), Shard(1), Replicate():
+        for name, make in ALIKE.items():
+            bases = values.clone(), distribute_tensor(values.clone(), mesh, [placement])
+            made = []
+            for base in bases:
+                torch.manual_seed(0)
+                x = make(base.t())
+                answers = x.stride(), x.is_contiguous(), x.t().is_contiguous()
+                answers += (x[None, None].is_contiguous(memory_format=torch.channels_last),)
+                x.contiguous().add_(1)
+                made.append((answers, base, x))
+            (expected, *plain), (got, *distributed) = made
+            assert got == expected, f"{name}, {placement}"
+            for x, y in zip(plain, distributed, strict=True):
+                assert torch.equal(y.full_tensor(), x), f"{name}, {placement}"
+    x = distribute_tensor(values.clone(), mesh, [Shard(0)])
+    row = x[0]
+    copy.copy(x).add_(1)
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match="make the view again"):
+            row.sum()
+
+
+@on_ranks(1, 2, 4, gate=(2,))
+def test_memory_order(pool: Any, world_size: int) -> None:
+    pool.run(world_size, keep_order)
 
 
 @spmd.on_mesh()

@@ -33,6 +33,8 @@ class Services:
     dispatch = dispatch
     implicit_replication = staticmethod(modes.implicit_replication)
     before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
+    before_writes, notice_writes = staticmethod(views.before_writes), staticmethod(views.notice_writes)
+    outdate_views, share_memory = staticmethod(views.outdate_views), staticmethod(views.share)
     is_contiguous = staticmethod(memory_order.is_contiguous_whole)
     open_block = staticmethod(open_block)
     for_user, as_cotangent = staticmethod(cotangents.for_user), staticmethod(cotangents.as_cotangent)

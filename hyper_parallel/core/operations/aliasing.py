@@ -235,6 +235,8 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
     telling = [(i, bind_noted_strides(x)) for i, x in given if x.tells_strides and tuple(x.shape) == shape]
 
     def after(operands: tuple, result: Any) -> None:
+        if result is operands[first]:  # as dropout outside training
+            return
         tracked = False
         for x in operands:
             if getattr(x, "_strides", None) is not None:

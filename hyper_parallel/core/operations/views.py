@@ -7,15 +7,17 @@ to move first (``x[0]`` of sharded rows), the view has separate memory. Then the
 * A write to the base, or to another view of it, makes the view stale. Its next use raises an error that asks to take
   the view again. An update would communicate, and ranks may differ in which views are still in use.
 
+Optimizers, clipping and backward write without dispatch. `notice_writes` applies the rules after such writes.
+
 A `Family` stores the known facts about tensors that share one piece of memory. Only operations that write read a
 `Family`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 from hyper_parallel.core.communication.read_past import forget_sources
 
@@ -67,12 +69,58 @@ class _Source:
         call: a marker that the views of one call share. These views do not overlap.
         what: the operation, for messages.
         busy: whether a write to the view is being copied to the base. Such a write does not make the view stale.
+        base_counts: the tensors that count writes to the base, and their numbers of writes when the view was valid.
+        view_count: number of writes to the view when the base had its values.
     """
 
-    __slots__ = ("back", "base", "busy", "call", "copy", "what")
+    __slots__ = ("back", "base", "base_counts", "busy", "call", "copy", "view_count", "what")
 
     def __init__(self, base: Any, copy: Any, back: Callable[[Any, Any], None] | None, call: Any, what: str) -> None:
         self.base, self.copy, self.back, self.call, self.what, self.busy = base, copy, back, call, what, False
+        self.note_base()
+        self.note_view()
+
+    def note_base(self) -> None:
+        """Store how often the base was written to. Members count too, because ``x.data`` does not count writes to x."""
+        members = [x for member in self.base._family.members if (x := member()) is not None]
+        self.base_counts = [(ref(x), _count_of(x)) for x in (self.base, *members)]
+
+    def note_view(self) -> None:
+        """Store how often the view was written to."""
+        self.view_count = _count_of(self.copy)
+
+    def is_base_written(self) -> bool:
+        """Return whether the base was written to since `note_base`."""
+        return any((x := member()) is not None and _count_of(x) != count for member, count in self.base_counts)
+
+    def is_view_written(self) -> bool:
+        """Return whether the view was written to since `note_view`."""
+        return _count_of(self.copy) != self.view_count
+
+    def refuse(self) -> None:
+        """Raise for a write to the view that cannot reach the base.
+
+        Raises:
+            ValueError: on every rank.
+        """
+        if self.back is None:
+            raise ValueError(
+                f"writing in place to a view made by {self.what}, which moved data between ranks: the write cannot "
+                "change the base tensor. Write to the base tensor (x[index] = value), or redistribute the base tensor "
+                "to Replicate() first. To change only a copy, clone() the view"
+            )
+
+
+#: Families of the views that had to move data and are in use. Code that writes without dispatch reads it.
+_MOVED: WeakSet[Family] = WeakSet()
+
+
+def _count_of(x: Any) -> int:
+    """Return the number of writes that the framework counted; 0 in inference mode, which counts none."""
+    try:
+        return x._version
+    except RuntimeError:
+        return 0
 
 
 class CurrentLayout:
@@ -152,6 +200,7 @@ def follow(x: Any, results: Any, backs: Any, what: str) -> None:
         family = Family(y)
         family.source = _Source(x, platform.wrap(platform.alias(y), y._layout), back, call, what)
         x._family.add_child(family)
+        _MOVED.add(family)
 
 
 def before_write(x: Any) -> None:
@@ -171,12 +220,7 @@ def before_write(x: Any) -> None:
         source = family.source
         if source is None:
             return
-        if source.back is None:
-            raise ValueError(
-                f"writing in place to a view made by {source.what}, which moved data between ranks: the write cannot "
-                "change the base tensor. Write to the base tensor (x[index] = value), or redistribute the base tensor "
-                "to Replicate() first. To change only a copy, clone() the view"
-            )
+        source.refuse()
         family = source.base._family
 
 
@@ -195,8 +239,14 @@ def after_write(x: Any) -> None:
     Call it with interception on.
     """
     family = getattr(x, "_family", None)
-    if family is None:
-        return
+    if family is not None:
+        _finish_write(family, x)
+
+
+def _finish_write(family: Family, x: Any = None) -> None:
+    """Apply a write to the member ``x`` of a family to everything that shares its memory on a single device."""
+    if family.source is not None:
+        family.source.refuse()
     for member in family.members:
         y = member()
         if y is not None and y is not x:
@@ -206,6 +256,8 @@ def after_write(x: Any) -> None:
     for child in children:
         if child.source.call not in busy:
             _outdate(child)
+        else:
+            child.source.note_base()
     source = family.source
     if source is not None:
         source.busy = True
@@ -213,9 +265,68 @@ def after_write(x: Any) -> None:
             source.back(source.base, source.copy)
         finally:
             source.busy = False
+        source.note_view()
+
+
+def before_writes(xs: Iterable[Any]) -> None:
+    """Check writes to several tensors that are about to be made without dispatch, as by an optimizer.
+
+    Raises:
+        ValueError: on every rank, as `before_write` does, and if one tensor is a view of another whose data moved.
+    """
+    if not _MOVED:
+        return
+    families = [family for x in xs if (family := getattr(x, "_family", None)) is not None]
+    for family in families:
+        source = family.source
+        while source is not None:
+            source.refuse()
+            if source.base._family in families:
+                raise ValueError(
+                    f"one call writes to a tensor and to a view of the tensor made by {source.what}, which moved data "
+                    "between ranks: the two writes would not reach each other. Write to one of them, such as an "
+                    "optimizer of the base tensor alone"
+                )
+            source = source.base._family.source
+
+
+def notice_writes(xs: Iterable[Any] = ()) -> None:
+    """Finish writes that were made without dispatch, as by an optimizer. Call it with interception on.
+
+    Args:
+        xs: tensors that were written to. The framework's counts show writes to other tensors.
+
+    Raises:
+        ValueError: when a view was written to whose write cannot reach its base.
+    """
+    if not _MOVED:
+        return
+    for x in xs:
+        family = getattr(x, "_family", None)
+        if family is not None and (family.source is None or family in _MOVED):  # a stale view is left alone
+            with x._layout.mesh.platform.no_grad():
+                _finish_write(family)
+    for family in list(_MOVED):
+        source = family.source
+        platform = source.copy._layout.mesh.platform
+        if not platform.counts_writes or family not in _MOVED:
+            continue
+        if source.is_base_written():
+            _outdate(family)
+        elif source.is_view_written():
+            with platform.no_grad():
+                _finish_write(family)
+
+
+def outdate_views(x: Any) -> None:
+    """Make views of ``x`` that had to move data stale, because ``x`` gets another shape or other memory."""
+    for reference in x._family.children if x._family is not None else ():
+        if (child := reference()) is not None:
+            _outdate(child)
 
 
 def _outdate(family: Any) -> None:
+    _MOVED.discard(family)
     for member in family.members:
         x = member()
         if x is not None and "_layout" in x.__dict__:

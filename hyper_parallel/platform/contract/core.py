@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -42,6 +42,19 @@ class Core(CompiledLosses, PassServices, Protocol):
 
     def after_write(self, x: Tensor) -> None:
         """Finish a write that `before_write` checked. Called with interception on."""
+
+    def before_writes(self, xs: Iterable[Tensor]) -> None:
+        """Check writes to ``xs`` that the framework is about to make without dispatch, as `before_write` does."""
+
+    def notice_writes(self, xs: Iterable[Tensor] = ()) -> None:
+        """Finish the writes that `before_writes` checked, and others that the framework has counted. Called with
+        interception on."""
+
+    def outdate_views(self, x: Tensor) -> None:
+        """Refuse later uses of views of ``x`` that had to move data: ``x`` gets another shape or other memory."""
+
+    def share_memory(self, x: Tensor, y: Tensor) -> None:
+        """Register that ``y`` shares the memory of ``x``."""
 
     def is_contiguous(self, x: Tensor) -> bool:
         """Return whether the single device's tensor would be contiguous; False if the shards do not determine that."""

@@ -93,6 +93,7 @@ def make_dtensor_class(mixin: type, core: Core, base: type = Tensor) -> type:
         "__module__": mixin.__module__,
         "__torch_function__": classmethod(torch_function),
         "shape": property(shape),
+        "__copy__": handlers.copy_dtensor,
         "__deepcopy__": handlers.deepcopy_dtensor,
         "__reduce_ex__": handlers.reduce_dtensor,
         "set_": handlers.composite.set_method,

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hyper_parallel import CommDebugMode, DTensor, PackedShard, Partial, Replicate, Shard, distribute_tensor
+from hyper_parallel import (
+    ColwiseParallel,
+    CommDebugMode,
+    DTensor,
+    PackedShard,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    parallelize_module,
+)
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.extent import on_ranks
@@ -157,9 +167,34 @@ def write_parts(mesh: Any) -> None:
         assert np.array_equal(whole(rows), array[2 * i : 2 * i + 2])
 
 
+@spmd.on_mesh()
+def step(mesh: Any) -> None:
+    """Check that a row of a parameter is refused after a step of an optimizer, and that an int in a tensor selects."""
+    adapter = get_adapter()
+    module = parallelize_module(adapter.linear_module(4, 6, bias=False), mesh, ColwiseParallel())
+    weight = dict(mesh.platform.named_parameters(module))["weight"]
+    take_step = adapter.sgd(module, 0.1)
+    grads = adapter.model_value_and_grads(module, lambda x: ((y := module(x)).sum(), y), numbers(2, 4))[2]
+    row = adapter.detach(weight)[0]
+    before = whole(row)
+    take_step(grads)
+    if mesh.size() > 1:
+        with pytest.raises(ValueError, match="make the view again"):
+            whole(row)
+    assert not np.array_equal(whole(weight[0]), before)
+    array = numbers(6, 4)
+    x = distribute_tensor(adapter.tensor(array), mesh, [S0])
+    x[adapter.tensor(np.int64(1))][...] = 7.0
+    array[1] = 7.0
+    assert np.array_equal(whole(x), array)
+    assert not swapped(x[0:2]).is_contiguous()
+    assert swapped(x[0:2]).stride() == (1, 4)
+
+
 @on_ranks(1, 2, 4)
 def test_views_out_of_date(pool: Any, world_size: int) -> None:
     pool.run(world_size, use_after_write)
+    pool.run(world_size, step)
     pool.run(world_size, write_parts)
 
 

@@ -39,14 +39,23 @@ def _step(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     if elementwise:
         if is_dispatching():
             _check_state(optimizer)
-        with NoDispatch():
-            return original(optimizer, *args, **kwargs)
+        return _stepped_locally(original, optimizer, args, kwargs)
     if not is_dispatching() or not _sharded_parameters(optimizer):
         return original(optimizer, *args, **kwargs)
     args = tuple(_distributed_gradients(optimizer, arg) for arg in args)
     # State that an optimizer made itself is replicated, and so are learning rates.
     with InterceptedTensor._core.implicit_replication(), _written_in_operations(optimizer):
         return original(optimizer, *args, **kwargs)
+
+
+def _stepped_locally(original: Callable, optimizer: Any, args: tuple, kwargs: dict) -> Any:
+    """Step on the local tensors. Views that had to move data of parameters then follow the rules of core."""
+    core, parameters = InterceptedTensor._core, optimizer.parameters if is_dispatching() else ()
+    core.before_writes(parameters)
+    with NoDispatch():
+        result = original(optimizer, *args, **kwargs)
+    core.notice_writes(parameters)
+    return result
 
 
 def _is_elementwise(optimizer: Any) -> bool:

@@ -109,8 +109,19 @@ def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     one = not value or not getattr(value[0], "ndim", 0)
     if any(map(is_mask, items)) and not (one and len(items) == 1):
         items = without_masks(items)
+    if not value:
+        items = tuple(map(_number_of, items))
     tensors, encoded = encode_index(items, lambda i: isinstance(i, Tensor), lambda i: i.dtype == ms.bool_)
     return (x, *value, *tensors), (encoded,)
+
+
+_INTEGERS = (ms.int8, ms.int16, ms.int32, ms.int64)
+
+
+def _number_of(item: Any) -> Any:
+    """Return an int for a 0-d tensor of integers. MindSpore reads it as one, and returns a view."""
+    whole = isinstance(item, Tensor) and not item.ndim and item.dtype in _INTEGERS
+    return int(item) if whole else item
 
 
 def _with_tensors(x: Any, index: Any) -> tuple:

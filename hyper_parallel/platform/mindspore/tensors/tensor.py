@@ -250,6 +250,15 @@ class InterceptedTensor(Tensor):
 
     nelement = numel
 
+    def is_contiguous(self) -> bool:
+        return Tensor.is_contiguous(self) if _STATE.depth or self._layout is None else self._core.is_contiguous(self)
+
+    def stride(self, dim: int | None = None) -> Any:
+        if _STATE.depth or self._layout is None:
+            return Tensor.stride(self) if dim is None else Tensor.stride(self, dim)
+        strides = self._core.strides_of_whole(self)
+        return strides if dim is None else strides[dim]
+
     def __len__(self) -> int:
         shape = self.shape
         if not shape:

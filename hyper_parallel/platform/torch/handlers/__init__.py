@@ -20,7 +20,7 @@ from hyper_parallel.platform.torch.handlers import (
     random,
     recurrent,
 )
-from hyper_parallel.platform.torch.handlers.copying import deepcopy_dtensor, reduce_dtensor
+from hyper_parallel.platform.torch.handlers.copying import copy_dtensor, deepcopy_dtensor, reduce_dtensor
 from hyper_parallel.platform.torch.handlers.unknown import recover, run_unknown
 
 __all__ = [
@@ -32,6 +32,7 @@ __all__ = [
     "composed_picks",
     "composed_shapes",
     "composite",
+    "copy_dtensor",
     "deepcopy_dtensor",
     "flex_attention",
     "foreach",

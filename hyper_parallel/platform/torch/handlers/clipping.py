@@ -56,6 +56,7 @@ def norm_clipping(original: Any) -> Any:
             with _plain(gradients, tensor_class):
                 total, mesh = _global_norm(total_norm, gradients, layouts, norm_type, error_if_nonfinite, foreach)
                 clip_with_norm(parameters, max_norm, total, foreach)
+        State.core.notice_writes(gradients)
         return State.core.replicated(total, mesh)
 
     return clip_grad_norm_
@@ -99,9 +100,11 @@ def scaling_to_norm(original: Any) -> Any:
         max_norm = float(max_norm)
         with torch.no_grad():
             norm = reduced(total_norm)
-            with no_dispatch(), _plain(_gradients(parameters, tensor_class)[0], tensor_class):
+            with no_dispatch(), _plain(gradients := _gradients(parameters, tensor_class)[0], tensor_class):
                 norm = norm.detach() if type(norm) is tensor_class else norm
-                return original(parameters, max_norm, norm, foreach)
+                original(parameters, max_norm, norm, foreach)
+        State.core.notice_writes(gradients)
+        return None
 
     return clip_grads_with_norm_
 
@@ -116,8 +119,10 @@ def value_clipping(original: Any) -> Any:
         if tensor_class not in map(type, parameters):
             return original(parameters, clip_value, foreach)
         clip_value = float(clip_value)
-        with no_dispatch(), _plain(_gradients(parameters, tensor_class)[0], tensor_class):
-            return original(parameters, clip_value, foreach)
+        with no_dispatch(), _plain(gradients := _gradients(parameters, tensor_class)[0], tensor_class):
+            original(parameters, clip_value, foreach)
+        State.core.notice_writes(gradients)
+        return None
 
     return clip_grad_value_
 

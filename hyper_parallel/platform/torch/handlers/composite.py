@@ -12,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.torch.basics.private import is_dispatch_on
 from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles, is_dtensor, replaces
-from hyper_parallel.platform.torch.handlers.gradients import forget_data
+from hyper_parallel.platform.torch.handlers.gradients import forget_data, take_memory
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
 from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
@@ -165,10 +165,12 @@ def view_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
     if func is Tensor.squeeze_:
         args, kwargs = (x, _squeezed(x._layout, *args[1:], **kwargs)), {}
     view = getattr(Tensor, func.__name__[:-1])(*args, **kwargs)
+    State.core.outdate_views(x)  # their indices are those of the shape before
+    family, layout, strides = x._family, view._layout, view._strides
     with no_dispatch():
         func(*args, **kwargs)
-    x._layout = view._layout
     forget_data(x)
+    x._layout, x._family, x._strides = layout, family, strides
     return x
 
 
@@ -224,10 +226,7 @@ def set_method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return Tensor.set_(self, *args, **kwargs)
     if len(args) != 1 or kwargs or not is_dtensor(args[0]):
         return refuse_other_storage(Tensor.set_, (self, *args), kwargs)
-    with no_dispatch():
-        Tensor.set_(self, args[0])
-    self._layout = args[0]._layout
-    forget_data(self)
+    take_memory(self, args[0], Tensor.set_)
     return self
 
 
@@ -275,8 +274,10 @@ def copy_into(x: Any, src: Any, non_blocking: bool = False) -> Any:
     if is_dtensor(x) and type(src) in (Tensor, torch.nn.Parameter) and src.dim():
         layout = x._layout
         if tuple(src.shape) == tuple(layout.shape) and layout.cotangent is layout and not src.requires_grad:
+            State.core.before_write(x)
             with no_dispatch():
                 x.copy_(src[layout.local_index()])
+            State.core.after_write(x)
             return x
     if is_dtensor(src) and not is_dtensor(x) and src.dim():
         raise ValueError(  # loading a state dict, torch adds the name of the parameter

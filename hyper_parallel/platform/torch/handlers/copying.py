@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, wrap
 from hyper_parallel.platform.torch.op_table.binding import words
 
-__all__ = ["deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
+__all__ = ["copy_dtensor", "deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
 
 
 #: Attributes that belong to one object only: set by torch, by `wrap` and by core.
@@ -34,11 +35,13 @@ def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:
             raise RuntimeError(
                 "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment"
             )
-        result = _copied(x.detach(), memo) if getattr(x, "_is_param", False) else x.detach().clone()
+        # With its strides, on which views of it depend.
+        result = _copied(x.detach(), memo if getattr(x, "_is_param", False) else {})
         result.requires_grad_(x.requires_grad)
         if x.grad is not None:
             result.grad = x.grad.detach().clone().as_subclass(Tensor)
     wrap(result, layout)
+    result._strides = x._strides
     if getattr(x, "_is_param", False):
         result._is_param = True
     memo[id(x)] = result
@@ -61,6 +64,14 @@ def _copied(x: Any, memo: dict[int, Any]) -> Any:
     return x.new_empty(0).set_(new, x.storage_offset(), x.size(), x.stride())
 
 
+def copy_dtensor(x: Any) -> Any:
+    """Return another DTensor object with the memory of ``x``, as `copy.copy` of a tensor does."""
+    make, args = reduce_dtensor(x, None)
+    result = make(*args)
+    State.core.share_memory(x, result)
+    return result
+
+
 def reduce_dtensor(x: Any, protocol: Any) -> tuple:
     """Pickle the local tensor and the layout."""
     with no_dispatch():
@@ -68,10 +79,11 @@ def reduce_dtensor(x: Any, protocol: Any) -> tuple:
         requires_grad = x.requires_grad
     layout, is_parameter = x._layout, getattr(x, "_is_param", False)
     coordinate = layout.mesh.get_coordinate()
-    return State.core.restore, (rebuild_dtensor, layout, coordinate, local, requires_grad, is_parameter)
+    values = (local, requires_grad, is_parameter, x._strides)
+    return State.core.restore, (rebuild_dtensor, layout, coordinate, *values)
 
 
-def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_parameter: bool) -> Any:
+def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_parameter: bool, strides: Any = None) -> Any:
     """Rebuild a DTensor from the values of `reduce_dtensor`. Core calls it.
 
     Raises:
@@ -91,6 +103,8 @@ def rebuild_dtensor(layout: Any, local: Tensor, requires_grad: bool, is_paramete
     result = wrap(local, layout)
     if is_parameter:
         result._is_param = True
+    if strides is not None:  # core compares the text for unknown strides by identity
+        result._strides = sys.intern(strides) if isinstance(strides, str) else strides
     return result
 
 

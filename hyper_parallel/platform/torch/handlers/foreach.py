@@ -163,3 +163,4 @@ def unscale_each(gradients: Any, found_inf: Tensor, inv_scale: Tensor) -> None:
     with no_dispatch():
         torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, inv_scale)
         found_inf.copy_(State.core.largest_over_ranks(found_inf, [layout_of(x) for x in gradients]))
+    State.core.notice_writes(gradients)  # torch counts no write here

@@ -7,7 +7,7 @@ recomputation and user-defined autograd functions run inside it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtens
 from hyper_parallel.platform.torch.gradients.autograd import telling_engine
 from hyper_parallel.platform.torch.op_table.binding import words
 
-__all__ = ["forget_data"]
+__all__ = ["forget_data", "take_memory"]
 
 _run_engine = telling_engine(run_engine)
 
@@ -74,10 +74,19 @@ def set_data(func: Any, args: tuple, kwargs: dict) -> None:
             f"{tuple(x._layout.shape)}, got a value placed {list(layout.placements)} with shape "
             f"{tuple(layout.shape)}: redistribute the value first"
         )
+    take_memory(x, value, func)
+
+
+def take_memory(x: Any, other: Any, exchange: Callable[[Any, Any], Any]) -> None:
+    """Let ``x`` leave its memory and take that of the DTensor ``other``, by ``exchange(x, other)`` on local tensors."""
+    if x is not other:
+        State.core.outdate_views(x)
     with no_dispatch():
-        func(x, value)
-    x._layout = layout
-    forget_data(x)
+        exchange(x, other)
+    if x is not other:
+        forget_data(x)
+        x._layout, x._strides = other._layout, other._strides
+        State.core.share_memory(other, x)
 
 
 #: Attributes of a DTensor that depend on its data or shape.
@@ -135,7 +144,7 @@ def _run(
     if accumulate and inputs == ():
         raise RuntimeError("`inputs` argument to `backward()` cannot be empty.")
     roots = [_root(t, g) for t, g in zip(tensors, gradients, strict=True)]
-    return _run_engine(
+    found = _run_engine(
         tuple([root for root, _ in roots]),
         tuple([cotangent for _, cotangent in roots]),
         create_graph if retain_graph is None else retain_graph,
@@ -144,6 +153,9 @@ def _run(
         allow_unreachable=allow_unreachable,
         accumulate_grad=accumulate,
     )
+    if accumulate:  # in place, into gradients whose views may be in use
+        State.core.notice_writes()
+    return found
 
 
 @replaces(torch.autograd.grad)

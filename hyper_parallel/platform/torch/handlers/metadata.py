@@ -26,7 +26,7 @@ is_vulkan is_xla is_xpu is_npu itemsize layout name names ndim output_nr require
 _METHODS = words(
     """
 __dir__ _is_all_true _is_view _is_zerotensor _typed_storage dim element_size get_device is_complex is_conj
-is_contiguous is_floating_point is_inference is_neg is_non_overlapping_and_dense is_pinned is_shared is_signed
+is_floating_point is_inference is_neg is_pinned is_shared is_signed
 ndimension storage storage_offset untyped_storage
 """
 )
@@ -107,16 +107,21 @@ def length(x: Any) -> int:
 
 @replaces(Tensor.stride)
 def stride(x: Any, dim: int | None = None) -> Any:
-    """Return the strides of the global tensor, assuming the local tensor's order of dimensions."""
-    shape = layout_of(x).shape
-    with no_dispatch():
-        local = Tensor.stride(x)
-    strides, step = [0] * len(shape), 1
-    for d in sorted(range(len(shape)), key=lambda d: (local[d], -d)):
-        if local[d]:
-            strides[d] = step
-            step *= max(shape[d], 1)
-    return tuple(strides) if dim is None else strides[dim]
+    """Return the strides of the single device's tensor, or contiguous ones if these are unknown."""
+    strides = State.core.strides_of_whole(x)
+    return strides if dim is None else strides[dim]
+
+
+@replaces(Tensor.is_contiguous)
+def is_contiguous(x: Any, *, memory_format: Any = torch.contiguous_format) -> bool:
+    """Return whether the single device's tensor is contiguous; False if its strides are unknown.
+
+    A rank with a small shard may have a contiguous one where other ranks have not.
+    """
+    if memory_format is torch.contiguous_format:
+        return State.core.is_contiguous(x)
+    whole = torch.empty_strided(layout_of(x).shape, State.core.strides_of_whole(x), device="meta")
+    return whole.is_contiguous(memory_format=memory_format)
 
 
 @replaces(Tensor.is_same_size, torch.is_same_size)

@@ -59,12 +59,15 @@ def local_step(step: Any) -> Any:
             local = self.__dict__[_ATTRIBUTE] = _LocalStep(tensor_class)
         if not local.suits(self, distributed):
             return inner(self, closure)
+        State.core.before_writes(distributed)
         with no_dispatch():
             try:
                 local.begin(distributed, len(parameters))
-                return inner(self, closure)
+                result = inner(self, closure)
             finally:
                 local.end(self)
+        State.core.notice_writes(distributed)  # fused kernels count no writes
+        return result
 
     return _hooked(step_locally) if is_hooked else step_locally
 
@@ -86,6 +89,8 @@ def clear_locally(zero_grad: Any) -> Any:
         if tensor_class in kinds and kinds <= local_classes:
             with no_dispatch():
                 zero_grad(self, set_to_none)
+                zeroed = () if set_to_none else [p.grad for group in self.param_groups for p in group["params"]]
+            State.core.notice_writes(zeroed)
         else:
             zero_grad(self, set_to_none)
 

@@ -101,5 +101,11 @@ def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         by_counter = _bound(_LIKE.get(func), (), {"dtype": rest.get("dtype")})
         local = State.core.draw(lambda whole: func(whole, *args[1:], **rest), x, layout, shared, by_counter)
-        local.requires_grad_(kwargs.get("requires_grad", False))
-    return wrap(local, layout)
+    y = wrap(local, layout)
+    if not State.core.is_contiguous(x):  # the result has the memory order of x
+        options = {name: value for name, value in rest.items() if name not in ("generator", "low", "high")}
+        ordered = torch.empty_like(x, **options)
+        with no_dispatch():
+            ordered.copy_(y)
+        y = ordered
+    return y.requires_grad_(kwargs.get("requires_grad", False))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +73,30 @@ def _is_bool(x: Any) -> bool:
         return x.dtype in (torch.bool, torch.uint8)
 
 
+def _with_numbers(index: Any) -> Any:
+    """Return an index with ints in place of NumPy's numbers and of 0-d tensors of integers.
+
+    Torch reads them as ints: it selects, which gives a view, where index tensors give a copy.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    if all(item is None or item is Ellipsis or type(item) in (int, slice) for item in items):
+        return index
+    return tuple(map(_number_of, items))
+
+
+def _number_of(item: Any) -> Any:
+    if isinstance(item, Tensor):
+        dtype = item.dtype
+        whole = not (item.dim() or _is_bool(item) or dtype.is_floating_point or dtype.is_complex)
+        return item.item() if whole and not item.is_meta else item
+    if isinstance(item, (np.generic, np.ndarray)) and not item.ndim and item.dtype.kind in "iub":
+        return int(item)
+    return item
+
+
 def _bind_getitem(func: Any, args: tuple, kwargs: dict) -> Bound:
     x, index = args
-    tensors, encoded = encode(x, index)
+    tensors, encoded = encode(x, _with_numbers(index))
     if tensors:
         for item in encoded:
             if item.__class__ is tuple and item[0] == "tensor" and item[3]:  # a mask
