@@ -8,6 +8,7 @@ start, stop, step)``, ``("bool", value)``, or ``("tensor", i, ndim, is_bool)``, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, NamedTuple
 
 __all__ = ["FULL_SLICE", "Place", "decode_index", "encode_index", "has_empty_slice", "region_of"]
@@ -30,7 +31,7 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
             encoded.append(("tensor", len(tensors), len(item.shape), is_bool(item)))
             tensors.append(item)
         elif isinstance(item, slice):
-            encoded.append(("slice", item.start, item.stop, item.step))
+            encoded.append(("slice", *map(_bound, (item.start, item.stop, item.step))))
         elif isinstance(item, bool):
             encoded.append(("bool", item))  # because True equals 1 as a key
         elif item is None or item is Ellipsis or isinstance(item, int):
@@ -38,6 +39,11 @@ def encode_index(index: Any, is_tensor: Callable[[Any], bool], is_bool: Callable
         else:
             raise TypeError(f"cannot index a distributed tensor with {item!r}: use ints, slices, None, ... or tensors")
     return tuple(tensors), tuple(encoded)
+
+
+def _bound(value: Any) -> int | None:
+    """Return a bound of a slice. A tensor becomes its number: the program may write another one into the tensor."""
+    return value if value is None or type(value) is int else index(value)
 
 
 def decode_index(encoded: Sequence[Any], tensors: Sequence[Any]) -> tuple:

@@ -45,6 +45,10 @@ def other_dtype(mesh: Any) -> None:
     sharded(mesh, 4, 4, dtype=torch.int64).addr_(sharded(mesh, 4), sharded(mesh, 4))
 
 
+def out_of_integers(mesh: Any) -> None:
+    torch.add(sharded(mesh, 4), 1, out=sharded(mesh, 4, dtype=torch.int64))
+
+
 def changed_while_whole(mesh: Any) -> None:
     unit: Any = fully_shard(nn.Linear(4, 4).to(device()), mesh=mesh)
     unit.set_reshard_after_backward(False)
@@ -142,6 +146,7 @@ WRONG: list[tuple[Callable[[Any], None], str]] = [
     (mesh_of_another_device, "ValueError: DeviceMesh("),
     (larger_result, "RuntimeError: addr_: the result has shape (4, 4), and cannot replace (4,)"),
     (other_dtype, "RuntimeError: addr_: result type torch.float32 can't be cast"),
+    (out_of_integers, "RuntimeError: add: result type torch.float32 can't be cast"),
     (
         changed_while_whole,
         "RuntimeError: Linear under fully_shard: a parameter changed while it was unsharded: call",

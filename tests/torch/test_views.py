@@ -277,7 +277,7 @@ def write_in_hidden_ways(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def refuse_hidden_writes(mesh: Any) -> None:
-    """A write to a view that cannot reach its base, and one call that writes to a view and its base."""
+    """A write to a view that cannot reach its base. One call that writes to a view and its base."""
     x = distribute_tensor(torch.ones(4, 4, device=device()), mesh, [Shard(0)])
     diagonal, row = x.diagonal().requires_grad_(), x[0].requires_grad_()
     for parameters, message in (([diagonal], "cannot change the base tensor"), ([x, row], "writes to a tensor and to")):

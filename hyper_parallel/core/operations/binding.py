@@ -6,14 +6,13 @@ native function from the signature. `core.rules.signature` defines the language 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from operator import itemgetter
 from typing import Any
 
 from hyper_parallel.core.caches import Table
 from hyper_parallel.core.rules import OPERATIONS, CanonicalOp
 from hyper_parallel.core.rules.signature import FORMS, REQUIRED, Argument, Signature, read_arguments, value_of
-from hyper_parallel.platform.arguments import hashable
 from hyper_parallel.platform.contract import NativeOp
 from hyper_parallel.platform.contract.dispatch import Bind, Bound, Facts, Given, UnboundCallError, Words
 
@@ -60,14 +59,31 @@ def _places(arguments: tuple[Argument, ...], words: Words) -> dict[str, int]:
 
 
 # ------------------------------------------------------------------------------------------- binding by the signature
-def _unpacker(taken: list[Argument], constants: list[Any], words: Words) -> Any:
-    """Return ``unpack(args, kwargs)``, which returns the values of ``taken``, in order, followed by ``constants``."""
+def _numbers(words: Words) -> Callable[[Any], Any]:
+    """Return a function that applies `Words.number` to an argument, and to the items of a list or tuple, which it
+    returns as a tuple."""
+    number = words.number
+
+    def numbers(value: Any) -> Any:
+        return tuple(map(numbers, value)) if isinstance(value, (list, tuple)) else number(value)
+
+    return numbers
+
+
+def _unpacker(taken: list[Argument], constants: list[Any], words: Words, static: Container[str]) -> Any:
+    """Return ``unpack(args, kwargs)``, which returns the values of ``taken``, in order, followed by ``constants``.
+
+    ``static`` has the names of the arguments that are not operands. Tensors there become numbers, unless the argument
+    has a conversion of its own.
+    """
     names, places, drops = [x.name for x in taken], _places(tuple(taken), words), words.drops
     starred = len(taken) - 1 if taken and taken[-1].mark == "*" else None
     defaults = [x.default for x in taken]
     if starred is not None and defaults[starred] is REQUIRED:
         defaults[starred] = ()
-    conversions = [(i, f) for i, name in enumerate(names) if (f := value_of(name, words.conversions)) is not None]
+    numbers = _numbers(words)
+    own = [value_of(name, words.conversions) or (numbers if name in static else None) for name in names]
+    conversions = [(i, f) for i, f in enumerate(own) if f is not None]
     total, needed = len(taken), sum(value is REQUIRED for value in defaults)
     defaults += constants
 
@@ -118,9 +134,10 @@ def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
     lacking = [x.name for x in fixed if x.default is REQUIRED]
     assert not lacking, f"{canonical.name}: {text!r} lacks {lacking}"
     order = [x.name for x in (*taken, *fixed)]
-    unpack = _unpacker(taken, [x.default for x in fixed], words)
-    sequence = next((order.index(x.name) for x in own.operands if x.mark and x.name in order), None)
     static = [x.name for x in own.static]
+    unpack = _unpacker(taken, [x.default for x in fixed], words, {*static, *(x.name for x in taken if x.mark == "+")})
+    numbers = _numbers(words)
+    sequence = next((order.index(x.name) for x in own.operands if x.mark and x.name in order), None)
     if own.several and sequence is None:
         operands = [i for i, x in enumerate(taken) if not x.mark and x.name not in static]
     else:
@@ -143,10 +160,8 @@ def _by_signature(canonical: CanonicalOp, text: str, words: Words) -> Bind:
             static = made
         static = (*static, *pick_extra(values))
         if again:
-            named = (
-                tuple([(k, hashable(x)) for k, x in kwargs.items() if not any(x is y for y in xs)]) if kwargs else ()
-            )
-            static = (*static, hashable(args[len(xs) :]), named)
+            named = tuple([(k, numbers(x)) for k, x in kwargs.items() if not any(x is y for y in xs)]) if kwargs else ()
+            static = (*static, numbers(args[len(xs) :]), named)
         return xs, static
 
     return bind_all if form or again or any(x.mark == "+" for x in taken) else bind
@@ -179,11 +194,11 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
 
         return bind_tensors
     arguments = _native_order(canonical.signature, text)
-    count, places = len(arguments), _places(arguments, words)
+    count, places, numbers = len(arguments), _places(arguments, words), _numbers(words)
 
     def bind(func: Any, args: tuple, kwargs: dict) -> Bound:
         if not kwargs:
-            return (args, None) if len(args) <= count else (args[:count], (args[count:], ()))
+            return (args, None) if len(args) <= count else (args[:count], (numbers(args[count:]), ()))
         if kwargs.get("out") is not None:
             raise UnboundCallError  # the backend copies the result there
         values, rest = list(args[:count]), dict(kwargs)
@@ -192,7 +207,9 @@ def _elementwise(canonical: CanonicalOp, text: str, words: Words) -> Bind:
             if i is not None:
                 values += [None] * (i + 1 - len(values))
                 values[i] = rest.pop(key)
-        return tuple(values), (args[count:], tuple(rest.items())) if rest or len(args) > count else None
+        if not rest and len(args) <= count:
+            return tuple(values), None
+        return tuple(values), (numbers(args[count:]), tuple([(key, numbers(x)) for key, x in rest.items()]))
 
     return bind
 

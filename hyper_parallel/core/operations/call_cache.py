@@ -87,9 +87,9 @@ def remembered_call(
         take = _all if places == [*range(len(args))] else _from(places)
     # The recipe may depend on the value of a float or DTensor that is not an operand. The key has only its type or
     # layout.
-    if any(type(x) is float or type(x) in DTENSOR_CLASSES for i, x in enumerate(args) if i not in places):
+    if any(type(x) is float or _holds_dtensor(x) for i, x in enumerate(args) if i not in places):
         return None
-    if any(type(x) in DTENSOR_CLASSES for name, x in kwargs.items() if name not in places):
+    if any(_holds_dtensor(x) for name, x in kwargs.items() if name not in places):
         return None
     if not recipe.only_local:
         return lambda func, args, kwargs: recipe(func, take(args, kwargs), static_args)
@@ -122,6 +122,10 @@ def _bind_local(recipe: Any, take: Take, static_args: Any) -> Run:
             return y
 
     return run if not reads and after is copies is None else read_and_run
+
+
+def _holds_dtensor(x: Any) -> bool:
+    return any(map(_holds_dtensor, x)) if isinstance(x, (tuple, list)) else type(x) in DTENSOR_CLASSES
 
 
 def _is_value(x: Any) -> bool:

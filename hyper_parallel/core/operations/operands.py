@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 from hyper_parallel.core.layouts.layout import Layout
@@ -33,7 +34,8 @@ def operand_key(x: Any) -> Any:
         shape = getattr(x, "shape", None)
     except RuntimeError:
         shape = ()  # a nested tensor has no shape (see `refuse_foreign`)
-    return None if shape is None else tuple(shape)
+    # Numbers of numpy have a shape too.
+    return None if shape is None or (not shape and isinstance(x, Number)) else tuple(shape)
 
 
 def common_mesh(layouts: tuple, func: Any) -> DeviceMesh | None:

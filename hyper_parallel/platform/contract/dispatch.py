@@ -63,6 +63,9 @@ class Words:
             row does not cover such a call.
         kept: converts a non-operand argument to the form that static arguments store.
         told: returns the numbers in a form that ``kept`` has returned.
+        number: returns the number in a tensor without dimensions, and any other value unchanged. It converts arguments
+            that are not operands, before recipes are looked up by them. Every rank calls it: a DTensor may hold a
+            partial sum, which it reduces.
     """
 
     tensor: type = object
@@ -71,6 +74,7 @@ class Words:
     drops: bool = False
     kept: Callable[[Any], Any] = _same
     told: Callable[[Any], Any] = _same
+    number: Callable[[Any], Any] = _same
 
 
 @dataclass(frozen=True, eq=False)

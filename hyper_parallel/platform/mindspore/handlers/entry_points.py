@@ -14,7 +14,7 @@ import mindspore as ms
 from mindspore import ops
 
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.op_table.binding import Function
+from hyper_parallel.platform.mindspore.op_table.binding import Function, number_in
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, Unknown, distributed_in, is_dispatching
 
 __all__ = [
@@ -77,9 +77,16 @@ def _has_infinity(x: Any) -> Any:
 
 # -------------------------------------------------------------------- plain tensors indexed by DTensors
 def checked_index(original: Callable, x: Any, index: Any, *value: Any) -> Any:
-    """Replace ``__getitem__`` or ``__setitem__`` of tensors. MindSpore would compute ``plain[distributed]`` with this
-    rank's shard of the index. Core raises the error that plain and distributed tensors do not mix."""
-    if type(index) not in _PLAIN_INDICES and is_dispatching():
+    """Replace ``__getitem__`` or ``__setitem__`` of tensors.
+
+    MindSpore would compute ``plain[distributed]`` with this rank's shard of the index. Core raises the error that plain
+    and distributed tensors do not mix. Distributed bounds of slices are numbers.
+    """
+    if type(index) is slice:
+        index = _with_numbers(index)
+    elif type(index) not in _PLAIN_INDICES and is_dispatching():
+        if type(index) is tuple:
+            index = tuple([_with_numbers(item) if type(item) is slice else item for item in index])
         found = next(distributed_in(index), None)
         if found is not None:
             name = "setitem_" if value else "getitem"
@@ -87,7 +94,15 @@ def checked_index(original: Callable, x: Any, index: Any, *value: Any) -> Any:
     return original(x, index, *value)
 
 
-_PLAIN_INDICES = (int, slice, type(None), type(Ellipsis))
+_PLAIN_INDICES = (int, type(None), type(Ellipsis))
+
+
+def _with_numbers(bounds: slice) -> slice:
+    """Return a slice with the number of each distributed bound."""
+    given = (bounds.start, bounds.stop, bounds.step)
+    if not any(isinstance(bound, InterceptedTensor) for bound in given):
+        return bounds
+    return slice(*(number_in(bound) if isinstance(bound, InterceptedTensor) else bound for bound in given))
 
 
 # -------------------------------------------------------------------- cells that write their own backward

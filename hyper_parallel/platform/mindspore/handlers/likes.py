@@ -13,8 +13,9 @@ from typing import Any
 from mindspore import Tensor, ops
 from mindspore.ops.function import array_func
 
+from hyper_parallel.platform.arguments import ints
 from hyper_parallel.platform.mindspore.op_table import OPS
-from hyper_parallel.platform.mindspore.op_table.binding import Function
+from hyper_parallel.platform.mindspore.op_table.binding import Function, number_in
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, is_dispatching
 
 __all__ = ["DRAWS", "NEW_METHODS", "draw_like", "full_like"]
@@ -66,7 +67,7 @@ def _method(name: str) -> Callable:
             fill = args[0] if args else kwargs["fill_value"]
         else:
             fill, dtype = number, args[0] if args else dtype
-        size = (size,) if isinstance(size, int) else tuple(size)
+        fill, size = number_in(fill), ints(size)
         layout = self._layout
         if size == tuple(layout.shape):
             return ops.full_like(self, fill, dtype=self.dtype if dtype is None else dtype)

@@ -30,6 +30,7 @@ __all__ = [
     "elementwise",
     "given_again",
     "instead",
+    "number_in",
     "repeated",
     "row",
 ]
@@ -98,6 +99,11 @@ def given_again(value: Any) -> Any:
     return value.tensor() if isinstance(value, _Held) else value
 
 
+def number_in(value: Any) -> Any:
+    """Return the number in a tensor without dimensions, any other value unchanged. See `Words.number`."""
+    return value.item() if isinstance(value, Tensor) and not value.ndim else value
+
+
 def _one_dim(dim: Any) -> int | None:
     """Return a dimension, which may be the only element of a tuple."""
     return None if dim is None or dim == () else int(dim[0] if isinstance(dim, (tuple, list)) else dim)
@@ -123,11 +129,14 @@ WORDS = Words(
         **dict.fromkeys(("eps", "p", "label_smoothing"), float),
         **dict.fromkeys(("dim", "repeated_dim"), _one_dim),
         "split_size": lambda size: ints(size) if isinstance(size, (tuple, list)) else int(size),
+        # 0-d tensors that give the dtype.
+        **dict.fromkeys(("on", "off"), lambda value: value),
         "reduction": lambda reduction: _REDUCTIONS.get(reduction, reduction),
     },
     drops=True,
     kept=_kept,
     told=_told,
+    number=number_in,
 )
 
 

@@ -15,7 +15,7 @@ from hyper_parallel.platform.torch.basics.tensor import State, dispatch, handles
 from hyper_parallel.platform.torch.handlers.gradients import forget_data, take_memory
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
 from hyper_parallel.platform.torch.op_table import OP_TABLE, UnboundCallError
-from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, sizes_of
+from hyper_parallel.platform.torch.op_table.binding import Bound, dims_of, find, number_in, sizes_of
 from hyper_parallel.platform.torch.op_table.elementwise import CONVERSIONS
 from hyper_parallel.platform.torch.op_table.index import is_mask, without_masks
 from hyper_parallel.platform.torch.op_table.reduction import OF_ALL
@@ -89,7 +89,7 @@ _DEPRECATED = ("size_average", "reduce")
 
 
 def _bind_loss(func: Any, args: tuple, kwargs: dict) -> Bound:
-    options = {name: value for name, value in kwargs.items() if name not in _TENSORS}
+    options = {name: number_in(value) for name, value in kwargs.items() if name not in _TENSORS}
     return (*args, *map(kwargs.get, _TENSORS)), options
 
 
@@ -138,7 +138,9 @@ def new_tensor(func: Any, args: tuple, kwargs: dict) -> Any:
     options = {k: v for k, v in kwargs.items() if k not in ("size", "fill_value")}
     x, *given = (*args, *(v for k, v in kwargs.items() if k not in options))
     count = {Tensor.new_full: 1, Tensor.new_empty_strided: 1}.get(func, len(given))
-    size, more = sizes_of(given[:count]), given[count:]
+    size, more = sizes_of(given[:count]), [*map(number_in, given[count:])]
+    if not is_dtensor(x):  # a size is distributed
+        return func(x, size, *more, **options)
     if size == tuple(x.shape) and func is not Tensor.new_empty_strided:
         return getattr(torch, func.__name__.replace("new_", "") + "_like")(x, *more, **options)
     # The new tensor does not depend on the values of x. So an empty tensor with its dtype and device replaces x, and

@@ -37,6 +37,7 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
     first = next(a for a in (*args, *kwargs.values()) if isinstance(a, (list, tuple)))
     layouts = [layout_of(x) for x in first]
     args = tuple(reduced(a) if is_dtensor(a) else a for a in args)
+    kwargs = {name: reduced(value) if is_dtensor(value) else value for name, value in kwargs.items()}
     if not all(_fits(a, layouts) for a in (*args, *kwargs.values())):
         return one_by_one(func, args, kwargs)
     writes = func.__name__.endswith("_")

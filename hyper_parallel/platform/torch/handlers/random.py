@@ -16,7 +16,7 @@ from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.basics.tensor import State, handles, layout_of, replaces, wrap
 from hyper_parallel.platform.torch.handlers.unknown import run_unknown
-from hyper_parallel.platform.torch.op_table.binding import find
+from hyper_parallel.platform.torch.op_table.binding import find, number_in
 
 __all__: list[str] = []
 
@@ -31,7 +31,7 @@ def initialise(func: Any, args: tuple, kwargs: dict) -> Any:
     rest = {k: v for k, v in kwargs.items() if k != "tensor"}
     x = args[0] if args else kwargs["tensor"]
     with torch.no_grad():
-        return _fill_from_global(x, func, args[1:], rest)
+        return _fill_from_global(x, func, (*map(number_in, args[1:]),), {k: number_in(v) for k, v in rest.items()})
 
 
 @replaces(torch.eye)
@@ -96,7 +96,8 @@ def _fill_from_global(x: Any, func: Any, args: tuple, kwargs: dict) -> Any:
 def draw_like(func: Any, args: tuple, kwargs: dict) -> Any:
     """Draw a tensor with the layout of ``x``, as ``torch.randn_like(x)`` does."""
     x = args[0] if args else kwargs["input"]
-    rest = {k: v for k, v in kwargs.items() if k not in ("input", "requires_grad")}
+    rest = {k: number_in(v) for k, v in kwargs.items() if k not in ("input", "requires_grad")}
+    args = (x, *map(number_in, args[1:]))
     layout, shared = layout_of(x).cotangent, rest.get("generator") is None
     with no_dispatch():
         by_counter = _bound(_LIKE.get(func), (), {"dtype": rest.get("dtype")})

@@ -89,6 +89,7 @@ def _check_fits(func: Any, out: Any, result: Any) -> None:
     if out.shape != result.shape:
         shapes = f"out has shape {tuple(out.shape)}, the result {tuple(result.shape)}"
         raise ValueError(f"{name_of(func)}(out=...): {shapes}")
+    _check_cast(func, out, result)
 
 
 def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -110,9 +111,14 @@ def _run_in_place(func: Any, args: tuple, kwargs: dict) -> Any:
         raise RuntimeError(
             f"{func.__name__}: the result has shape {tuple(y.shape)}, and cannot replace {tuple(x.shape)}"
         )
-    if not torch.can_cast(y.dtype, x.dtype):
-        raise RuntimeError(f"{func.__name__}: result type {y.dtype} can't be cast to the desired output type {x.dtype}")
+    _check_cast(func, x, y)
     return x.copy_(y)
+
+
+def _check_cast(func: Any, x: Any, y: Any) -> None:
+    """Reject a result ``y`` whose dtype torch does not write into ``x``, such as a float into integers."""
+    if not torch.can_cast(y.dtype, x.dtype):
+        raise RuntimeError(f"{name_of(func)}: result type {y.dtype} can't be cast to the desired output type {x.dtype}")
 
 
 @functools.cache

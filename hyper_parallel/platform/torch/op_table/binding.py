@@ -40,6 +40,7 @@ __all__ = [
     "find",
     "global_shape",
     "hashable",
+    "number_in",
     "repeated",
     "rows",
     "sizes_of",
@@ -55,11 +56,26 @@ def global_shape(x: Any) -> tuple[int, ...]:
     return x.shape if layout is None else layout.shape
 
 
+def number_in(value: Any) -> Any:
+    """Return the number in a tensor without dimensions, any other value unchanged. See `Words.number`.
+
+    A tensor that requires grad is returned too: torch refuses it in place of a number.
+    """
+    return value if not isinstance(value, Tensor) or value.dim() or value.requires_grad else value.item()
+
+
 def _number(value: Any) -> Any:
-    """Return an argument that must be a number. A call with a tensor or None instead runs on gathered operands."""
+    """Return an argument that must be a number. A call with None or several numbers runs on gathered operands."""
+    value = number_in(value)
     if value is None or isinstance(value, Tensor):
         raise UnboundCallError
     return value
+
+
+def _sizes_of_parts(size: Any) -> Any:
+    """Return the size of each part, or the sizes of all parts."""
+    size = number_in(size)
+    return size if isinstance(size, int) else tuple(map(number_in, size))
 
 
 def sizes_of(given: Any) -> tuple[int, ...]:
@@ -69,14 +85,16 @@ def sizes_of(given: Any) -> tuple[int, ...]:
     return ints(given)
 
 
-def _number_of_classes(given: int) -> int:
+def _number_of_classes(given: Any) -> Any:
+    given = number_in(given)
     if given == -1:
         raise UnboundCallError  # it depends on the data
     return given
 
 
 def _kept(x: Any) -> Any:
-    """Return an argument in a hashable form, for the cache; raise UnboundCallError for a tensor."""
+    """Return an argument in a hashable form, for the cache; raise UnboundCallError for a tensor with dimensions."""
+    x = number_in(x)
     if isinstance(x, Tensor):
         raise UnboundCallError
     return tuple(map(_kept, x)) if isinstance(x, (list, tuple)) else x
@@ -106,9 +124,10 @@ WORDS = Words(
         "num_classes": _number_of_classes,
         "removed": lambda dims: dims if dims is None else () if dims in ((), ((),)) else ints(dims),
         "sizes": sizes_of,
-        "split_size": lambda size: size if isinstance(size, int) else tuple(size),
+        "split_size": _sizes_of_parts,
     },
     kept=_kept,
+    number=number_in,
 )
 
 
