@@ -354,7 +354,7 @@ ALIKE: dict[str, Callable[[Any], Any]] = {
 
 @spmd.on_mesh()
 def keep_order(mesh: Any) -> None:
-    """The order in memory is the single device's, on ranks with one row too, and all ranks answer alike about it."""
+    """The order in memory is the single device's. All ranks answer the same, also with one row."""
     values = torch.arange(2.0 * mesh.size(), device=device()).reshape(mesh.size(), 2) + 1
     for placement in Shard(0), Shard(1), Replicate():
         for name, make in ALIKE.items():

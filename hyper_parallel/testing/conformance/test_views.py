@@ -169,7 +169,7 @@ def write_parts(mesh: Any) -> None:
 
 @spmd.on_mesh()
 def step(mesh: Any) -> None:
-    """Check that a row of a parameter is refused after an optimizer's step, and that an int in a tensor selects."""
+    """Check that a row of a parameter is refused after a step, and that an int in a tensor selects."""
     adapter = get_adapter()
     module = parallelize_module(adapter.linear_module(4, 6, bias=False), mesh, ColwiseParallel())
     weight = dict(mesh.platform.named_parameters(module))["weight"]
