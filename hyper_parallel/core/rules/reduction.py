@@ -69,7 +69,8 @@ def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 
 def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
-    return _compared(x, *static_args[:2], op, "whole" in static_args[2:])
+    dims, keepdim = static_args[:2]
+    return _compared(x, dims, keepdim, op, "whole" in static_args[2:])
 
 
 def _compared(

@@ -327,7 +327,8 @@ def telling_engine(run: Callable) -> Callable:
                 else:
                     callback(runs, leads)
 
-        handles, roots, graph = [], [], set()
+        handles, roots = [], []
+        graph: set[Any] = set()
         with no_dispatch():
             for root in t_outputs:
                 if not isinstance(root, Tensor):  # an edge of the graph
