@@ -74,6 +74,14 @@ def amin(shapes: tuple, static_args: tuple) -> OpSharding | None:
 
 def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
     dims, keepdim = static_args[:2]
+    return _compared(x, dims, keepdim, op, "whole" in static_args[2:])
+
+
+def _compared(
+    x: tuple[int, ...], dims: Any, keepdim: bool, op: str, nans_tie: bool, magnitudes: bool = False
+) -> OpSharding:
+    """Return the sharding of a reduction to the largest or smallest element, or, for ``magnitudes``, to its absolute
+    value. With ``nans_tie``, NaNs tie with each other. Otherwise the gradient of a NaN result is NaN."""
     reduced = axes(dims, len(x))
     return _reduction(
         x,
@@ -81,16 +89,12 @@ def _extreme(x: tuple[int, ...], static_args: tuple, op: str) -> OpSharding:
         keepdim,
         reduce=op,
         nonempty=_only(x, reduced),
-        call=partial(_extreme_of_part, op, sorted(reduced)),
+        call=partial(_extreme_of_part, op, sorted(reduced), keepdim, nans_tie, magnitudes),
         native_if=lambda layouts: all(layouts[0].shard_count(dim) == 1 for dim in reduced),
     )
 
 
-def _extreme_of_part(
-    op: str,
-    dims: list[int],
-    call: LocalCall,
-) -> Any:
+def _extreme_of_part(op: str, dims: list[int], keepdim: bool, nans_tie: bool, magnitudes: bool, call: LocalCall) -> Any:
     """Return the extreme value of this rank's elements, which `ReduceExtreme` compares over ranks.
 
     NaN is propagated explicitly if the kernel does not do so. The result also stores how many elements tie for the
@@ -98,24 +102,22 @@ def _extreme_of_part(
     """
     platform = call.platform
     (x,), y = call.operands, call.run()
-    if not platform.is_floating_point(x):
+    if not platform.is_floating_point(y):
         return y
-    plain = platform.detach(x)
+    values = platform.detach(x)
+    if magnitudes:
+        values = platform.to_dtype(abs(values), y.dtype)
+    shape = platform.shape_of(values)
     if not platform.extremes_keep_nan:
-        zeros = platform.zeros(platform.shape_of(plain), plain)
-        has_nan = (
-            call.native((platform.masked_fill(zeros, plain != plain, 1.0 if op == "max" else -1.0),), call.static_args)
-            != 0
-        )
-        y = platform.masked_fill(y, has_nan, math.nan)
+        fill, number = (platform.zeros, 0.0) if op == "max" else (platform.ones, 1.0)
+        of_nan = platform.masked_fill(fill(shape, values), values != values, 1.0 - number)
+        y = platform.masked_fill(y, call.native((of_nan,), call.static_args) != number, math.nan)
     if platform.requires_grad(x):
-        found, keepdim = platform.detach(y), call.static_args[1]
+        found = platform.detach(y)
         for dim in () if keepdim else dims:
             found = platform.unsqueeze(found, dim)
-        ones = platform.ones(platform.shape_of(plain), plain)
-        # With "whole", NaNs tie with each other. Otherwise the gradient of a NaN result is NaN.
-        others = differs(plain, found) if "whole" in call.static_args[2:] else plain != found
-        ties = platform.masked_fill(ones, others, 0.0)
+        others = differs(values, found) if nans_tie else values != found
+        ties = platform.masked_fill(platform.ones(shape, values), others, 0.0)
         for dim in dims:
             ties = platform.sum_along(ties, dim)
         y._ties = ties.reshape(platform.shape_of(y))
@@ -149,12 +151,15 @@ def _reduce_whole(x: tuple[int, ...], static_args: tuple, results: int) -> OpSha
 def vector_norm(shapes: tuple, static_args: tuple) -> OpSharding | None:
     """The p-norm.
 
-    For p = 0 and 1, the local norms are summed. Otherwise all local norms are gathered, and the result is the norm of
-    these. The native operation raises the same values to a power, so no value overflows that would not on one device.
+    For p = 0 and 1, the local norms are summed. For an infinite p, they are compared, and elements that tie share the
+    gradient. Otherwise all local norms are gathered, and the result is the norm of these. The native operation raises
+    the same values to a power, so no value overflows that would not on one device.
     """
     x, (p, dims, keepdim) = shapes[0], static_args[:3]
     if p in (0, 1):
         return _reduction(x, dims, keepdim, reduce="sum")
+    if math.isinf(p):
+        return _compared(x, dims, keepdim, "max" if p > 0 else "min", nans_tie=True, magnitudes=True)
     # The norm of an empty tensor is 0. For some p it is not neutral, and for others it has no second derivative.
     nonempty = _only(x, axes(dims, len(x))) if p != 2 else ()
     return _reduction(x, dims, keepdim, reduce="call", call=_norm_of_norms, nonempty=nonempty)

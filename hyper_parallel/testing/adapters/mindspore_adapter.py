@@ -536,6 +536,10 @@ def amax(x: Any, dim: int) -> Any:
     return ops.amax(x, dim)
 
 
+def max_norm(x: Any, dim: int | None) -> Any:
+    return mint.norm(x, float("inf"), dim)
+
+
 def amin(x: Any, dim: int) -> Any:
     return ops.amin(x, dim)
 

@@ -279,6 +279,9 @@ class Adapter(Protocol):
     def amin(self, x: Tensor, dim: int) -> Tensor:
         """Smallest element along ``dim``; tied elements share the gradient."""
 
+    def max_norm(self, x: Tensor, dim: int | None) -> Tensor:
+        """Norm of infinite order along ``dim`` or of all elements; tied elements share the gradient."""
+
     def max(self, x: Tensor) -> Tensor:
         """Largest of all elements; tied elements share the gradient."""
 

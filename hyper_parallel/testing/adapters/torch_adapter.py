@@ -448,6 +448,10 @@ def amax(x: Any, dim: int) -> Any:
     return x.amax(dim)
 
 
+def max_norm(x: Any, dim: int | None) -> Any:
+    return torch.linalg.vector_norm(x, float("inf"), dim)
+
+
 def amin(x: Any, dim: int) -> Any:
     return x.amin(dim)
 

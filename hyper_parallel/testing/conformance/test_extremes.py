@@ -37,6 +37,13 @@ def extremes(adapter: Any, op: str) -> list[tuple[str, Any, Any]]:
     return [("rows", lambda x: along(x, 0), 0), ("columns", lambda x: along(x, 1), 1), ("all", every, None)]
 
 
+def norms(adapter: Any, op: str) -> list[tuple[str, Any, Any]]:
+    """Return norms of infinite order as calls, which have the values and gradients of the extremes of `whole`."""
+    return [
+        (f"norm along {axis}", lambda x, axis=axis: adapter.max_norm(x, axis) * SIGN[op], axis) for axis in (0, 1, None)
+    ]
+
+
 def shared(x: np.ndarray, axis: int | None, op: str) -> np.ndarray:
     """Return each element's part of the gradient: all tied elements get equal parts."""
     chosen = x == getattr(np, op)(x, axis=axis, keepdims=True)
@@ -52,7 +59,7 @@ def run_ties(mesh_shape: tuple[int, ...], op: str) -> None:
     for placements in itertools.product((R, S0, S1), repeat=len(mesh_shape)):
         layout = get_layout(mesh, placements, x.shape)
         mine = np.ascontiguousarray(x[layout.local_index()])
-        for name, function, axis in extremes(adapter, op):
+        for name, function, axis in (*extremes(adapter, op), *norms(adapter, op)):
             value = getattr(np, op)(x, axis=axis)
             w = weights[: value.size].reshape(value.shape)
 
