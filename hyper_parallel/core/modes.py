@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 _STRICT: ContextVar[bool] = ContextVar("hyper_parallel_strict", default=False)
 _IMPLICIT: ContextVar[bool] = ContextVar("hyper_parallel_implicit_replication", default=False)
+#: The mesh over which data parallelism sums the gradients of the running modules; None outside of data parallelism.
+SUMMED_OVER: ContextVar[Any] = ContextVar("hyper_parallel_summed_over", default=None)
 _LOSS: ContextVar[bool] = ContextVar("hyper_parallel_loss_parallel", default=False)
 
 

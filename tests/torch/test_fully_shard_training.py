@@ -15,8 +15,12 @@ from hyper_parallel import (
     CPUOffloadPolicy,
     DTensor,
     MixedPrecisionPolicy,
+    Replicate,
     RowwiseParallel,
+    Shard,
+    distribute_tensor,
     fully_shard,
+    implicit_replication,
     parallelize_module,
 )
 from hyper_parallel.testing.extent import in_gate, on_ranks
@@ -234,6 +238,51 @@ def offload(mesh: Any) -> None:
     assert all(p.to_local().device.type == "cpu" for p in sharded.parameters())
 
 
-@pytest.mark.parametrize("job", [single_precision, mixed_precision, meta, offload], ids=lambda job: job.__name__)
+class Positions(nn.Module):
+    """Tokens and positions. ``shift`` is a plain tensor that is no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(8, 4), nn.Embedding(6, 4)
+        self.shift = torch.full((4,), 2.0, dtype=torch.double, device=device(), requires_grad=True)
+
+    def forward(self, ids: Any, places: str) -> Any:
+        x = self.tokens(ids) * self.shift
+        if places == "of the batch":
+            return x + self.positions(torch.ones_like(ids).cumsum(1) - 1)
+        y = self.positions(torch.arange(ids.shape[1], device=device()))
+        if places == "without a rule":
+            return torch.linalg.lstsq(x, y[None].expand(4, -1, -1))
+        return x + y
+
+
+@on_mesh(2, 1, names=("dp", "tp"))
+def positions_of_a_styled_table(mesh: Any) -> None:
+    """A table with a style gives a plain tensor for plain positions. With a distributed batch, its gradient would be
+    counted on each rank."""
+    torch.manual_seed(0)
+    single = Positions().double().to(device())
+    ids = torch.arange(24, device=device()).reshape(4, 6) % 8
+    sharded = copy.deepcopy(single)
+    single(ids, "of the batch").square().sum().backward()
+    style = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(sharded, mesh["tp"], {"tokens": style, "positions": style})
+    fully_shard(sharded, mesh=mesh["dp"])
+    batch = distribute_tensor(ids, mesh["dp"], [Shard(0)])
+    with implicit_replication():
+        for places in ("plain", "without a rule"):
+            with pytest.raises(ValueError, match=r"computed from distributed parameters.* sum these over the ranks of"):
+                sharded(batch, places)
+        sharded(batch, "of the batch").square().sum().backward()
+    for (name, p), q in zip(single.named_parameters(), sharded.parameters(), strict=True):
+        close(q.grad, p.grad, name)
+    close(sharded.shift.grad, single.shift.grad, "a plain tensor")
+
+
+@pytest.mark.parametrize(
+    "job",
+    [single_precision, mixed_precision, meta, offload, positions_of_a_styled_table],
+    ids=lambda job: job.__name__,
+)
 def test_around(pool: Any, job: Any) -> None:
     pool.run(2, job)

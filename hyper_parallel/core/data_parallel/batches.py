@@ -19,8 +19,8 @@ from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import get_layout
 from hyper_parallel.core.layouts.placement_types import Replicate
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import SUMMED_OVER
 from hyper_parallel.core.rules.random import BESIDE
-from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 
 __all__ = ["is_distributed", "placed_across", "mixed_batch", "summed_over", "whole_for_all"]
 

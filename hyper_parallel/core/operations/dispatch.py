@@ -34,6 +34,7 @@ from hyper_parallel.core.operations.operands import (
     operand_key,
     operand_name,
     refuse_foreign,
+    refuse_summed,
 )
 from hyper_parallel.core.operations.strategy import Strategy, Unsized, solve
 from hyper_parallel.core.operations.views import after_write, apart, before_write, forget_value
@@ -138,6 +139,7 @@ class _Recipe:
                 refuse_foreign(operands[self.mixes], self.mesh.platform, name_of(func))
                 if not is_implicit_replication():
                     raise mixed_error(func, operands, self.mixes, self.canonical)
+                refuse_summed(func, operands, self.mixes, self.mesh, self.canonical)
                 if CHECKS:
                     called = operand_name(operands, self.mixes, self.mesh.platform, self.canonical)
                     what = f"{called}, of {name_of(func)}, which is a plain tensor"

@@ -16,6 +16,7 @@ from hyper_parallel.core.operations.operands import (
     mixed_error,
     name_of,
     refuse_foreign,
+    refuse_summed,
 )
 from hyper_parallel.core.operations.owners import owner_of
 from hyper_parallel.core.operations.views import after_write, before_write, follow, forget_value, share
@@ -58,6 +59,8 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
         refuse_foreign(x, platform, name_of(func))
         if platform.is_tensor(x) and platform.shape_of(x) and not is_implicit_replication():
             raise mixed_error(func, leaves, i)
+        if platform.is_tensor(x) and platform.shape_of(x):
+            refuse_summed(func, leaves, i, mesh)
     if writes:
         before_write(found[0])
     with platform.no_dispatch():

@@ -7,6 +7,7 @@ from typing import Any
 
 from hyper_parallel.core.layouts.layout import Layout
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import SUMMED_OVER
 from hyper_parallel.core.operations.owners import owner_of, running_module
 from hyper_parallel.core.program_places import variable_of
 from hyper_parallel.core.rules.registry import CanonicalOp
@@ -90,6 +91,26 @@ def mixed_error(func: Any, operands: Sequence[Any], plain: int, canonical: Canon
     return ValueError(  # not TypeError, which frameworks turn into "unsupported operand" in dunders
         f"{name_of(func)} got a plain tensor ({called[0]}, shape {layouts[plain]}) and a DTensor ({called[1]}, "
         f"global shape {tuple(layouts[other].shape)}, placements {list(layouts[other].placements)}){where}: {remedy}"
+    )
+
+
+def refuse_summed(func: Any, operands: Sequence[Any], i: int, mesh: DeviceMesh, op: CanonicalOp | None = None) -> None:
+    """Check a plain operand that `implicit_replication` lets meet DTensors on ``mesh``.
+
+    Raises:
+        ValueError: on all ranks, for a tensor that a styled module computed from parameters whose gradients data
+            parallelism sums, while the batch is distributed. Each rank has its full gradient.
+    """
+    summed, platform = SUMMED_OVER.get(), mesh.platform
+    if summed is None or mesh.is_beside(summed) or not platform.requires_grad(operands[i]):
+        return
+    if all(platform.is_made_with(operands[i], kind) is False for kind in DTENSOR_CLASSES):
+        return
+    raise ValueError(
+        f"{name_of(func)} got a DTensor on {mesh} and a plain tensor: {operand_name(operands, i, platform, op)}. It "
+        "was computed from distributed parameters. Inside implicit_replication() each rank gets its full gradient, and "
+        f"data parallelism would sum these over the ranks of {summed}. Call the module that made the plain tensor with "
+        "a DTensor of the batch (positions: ones_like(ids).cumsum(1) - 1)"
     )
 
 

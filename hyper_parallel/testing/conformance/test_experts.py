@@ -23,7 +23,7 @@ from hyper_parallel import (
     replicate,
 )
 from hyper_parallel.core.communication.collectives import exchange_rows
-from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.modes import SUMMED_OVER
 from hyper_parallel.planning import expert_shares
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter

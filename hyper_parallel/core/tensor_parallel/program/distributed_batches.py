@@ -16,7 +16,6 @@ The library itself makes and takes the plain tensors here, so the check of plain
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 from hyper_parallel.core.caches import Table
@@ -25,14 +24,12 @@ from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.nesting import nest
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard, StridedShard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import SUMMED_OVER
 from hyper_parallel.core.plain_code.contexts import unmarked
 from hyper_parallel.core.rules.batch_parts import BATCH_PART, BatchPart
 from hyper_parallel.core.tensor_parallel.program.planned_parameters import module_label
 
-__all__ = ["SUMMED_OVER", "OtherMeshError", "convert_part", "run_on_parts"]
-
-#: The mesh over which data parallelism sums the gradients of the running modules; None outside of data parallelism.
-SUMMED_OVER: ContextVar[DeviceMesh | None] = ContextVar("hyper_parallel_summed_over", default=None)
+__all__ = ["OtherMeshError", "convert_part", "run_on_parts"]
 
 _PART = "part of a batch"
 

@@ -14,7 +14,7 @@ import numpy as np
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.layout import Layout, get_layout
 from hyper_parallel.core.layouts.placement_types import Partial, Placement, Replicate, Shard
-from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
+from hyper_parallel.core.modes import SUMMED_OVER
 from hyper_parallel.core.tensor_parallel.program.expert_calls import like, values_of
 
 if TYPE_CHECKING:

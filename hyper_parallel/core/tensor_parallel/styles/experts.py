@@ -14,9 +14,9 @@ from hyper_parallel.core.layouts.chunking import chunk_sizes, shard_sizes
 from hyper_parallel.core.layouts.layout import get_layout, normalize_placements
 from hyper_parallel.core.layouts.placement_types import Placement, Replicate, Shard, own_placement
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh
+from hyper_parallel.core.modes import SUMMED_OVER
 from hyper_parallel.core.tensor_parallel.program.calls import followed, is_entered
 from hyper_parallel.core.tensor_parallel.program.convert import Slots, as_single
-from hyper_parallel.core.tensor_parallel.program.distributed_batches import SUMMED_OVER
 from hyper_parallel.core.tensor_parallel.program.expert_calls import ExpertCall, agree_on_routes, read_call
 from hyper_parallel.core.tensor_parallel.program.expert_inputs import (
     Inputs,
