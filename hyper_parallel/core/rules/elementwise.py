@@ -86,7 +86,10 @@ def div(shapes: tuple, static_args: Any) -> OpSharding | None:
 @rule("div_", "x other | rounding_mode=None", repeatable=True)
 @_in_place
 def div_(shapes: tuple, static_args: Any) -> OpSharding | None:
-    """`div` in place. The result is partial exactly if operand 0 is, also for a tensor as divisor."""
+    """Quotient in place, which is linear in the dividend unless it is rounded.
+
+    It keeps partial sums for a tensor as divisor too, because the result has the placement of operand 0.
+    """
     sharding = div(shapes, static_args)
     return None if sharding is None else replace(sharding, linear_for=_is_not_zero)
 
