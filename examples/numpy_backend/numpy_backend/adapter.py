@@ -400,6 +400,10 @@ def amin(x: Any, dim: int) -> Any:
     return o.amin(x, (dim,))
 
 
+def max_norm(x: Any, dim: int | None) -> Any:
+    return o.amax(o.abs_(x)) if dim is None else o.amax(o.abs_(x), (dim,))
+
+
 def max(x: Any) -> Any:
     return o.amax(x)
 
