@@ -61,7 +61,8 @@ _SLICES = (
     "in a distributed batch, a layer with use_local_output=False (the default of SequenceParallel) returns a tensor "
     "on both mesh dimensions. A layer with use_local_output=True returns a tensor on the data-parallel dimension "
     "alone. Use the same use_local_output for all layers of a residual stream. A module without a style has "
-    "parameters on the data-parallel dimension alone: add a style for it to the plan, such as NoParallel()"
+    "parameters on the data-parallel dimension alone: add a style for it to the plan, such as "
+    "NoParallel(use_local_output=False)"
 )
 _MESHES = "move the tensors to one mesh (full_tensor, then distribute_tensor)"
 
@@ -151,12 +152,12 @@ _PLAIN = (
     "plain tensor is the same on all ranks, use `with implicit_replication():`"
 )
 _PLAIN_HELD = (
-    "add a style for the module to the plan, such as NoParallel(). Or set output_layouts=Replicate() and "
-    "use_local_output=True for the layer before it"
+    "add a style for the module to the plan, such as NoParallel(use_local_output=False). Or set "
+    "output_layouts=Replicate() and use_local_output=True for the layer before it"
 )
 _PLAIN_IDS = (
     "derive the ids from the ids of the batch, such as positions ones_like(ids).cumsum(1) - 1, or make the ids a "
-    "DTensor with distribute_tensor"
+    "DTensor on the mesh of the batch with distribute_tensor"
 )
 _PLAIN_TARGET = (
     "compute the loss inside loss_parallel(), where targets and class weights may be plain, or make the plain tensor "

@@ -81,11 +81,11 @@ def query_key_value(mesh: Any) -> None:
     # The heads may be known further up only, where the name tells the kind of layer.
     outer = inside(holder(qkv=(24, 72), proj=(24, 24)))
     outer.n_head = 12
-    with fails(ValueError, "'attn.qkv'", "heads=(12, 12, 12)"):
+    with fails(ValueError, "'attn.qkv'", "heads=(12, 12, 12)", "Add use_local_output=False"):
         apply(mesh, outer, {"attn.qkv": ColwiseParallel(), "attn.proj": ROW})
     outer = inside(holder(wide=(24, 72), proj=(24, 24)))
     outer.n_head = 12
-    with fails(ValueError, "'attn.wide'", "three times", "packed=3"):
+    with fails(ValueError, "'attn.wide'", "three times", "packed=3", "Add use_local_output=False"):
         apply(mesh, outer, {"attn.wide": ColwiseParallel(), "attn.proj": ROW})
 
 

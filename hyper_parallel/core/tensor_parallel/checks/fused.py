@@ -182,7 +182,8 @@ def _check_attention(projection: _Projection, attention: Attention, size: int, m
             f"its weight into {'consecutive features' if parts is None else f'parts of {parts}'} for the "
             f"{mesh.size()} ranks of {mesh}, which mixes queries, keys and values. Write "
             f"ColwiseParallel(heads=({heads}, {key_value}, {key_value})), or packed=({whole[0]}, {whole[1]}, "
-            f"{whole[2]}). Write packed=1 if query, key and value alternate head by head"
+            f"{whole[2]}). Add use_local_output=False if the code splits the output by sizes of the full tensor. Write "
+            "packed=1 if query, key and value alternate head by head"
         )
 
 
@@ -203,8 +204,9 @@ def _check_multiples(projection: _Projection, taken: dict[int, str], mesh: Devic
                     f"features of {path!r}. So its weight holds {what}, one after the other or alternating, but "
                     f"{projection.style!r} gives each of the {mesh.size()} ranks of {mesh} consecutive features "
                     f"(dimension {_dim(projection, mesh)} of the weight). Write ColwiseParallel(packed={times}) if the "
-                    "code splits the output by chunk or split, with heads= for parts of other sizes. Write packed=1 if "
-                    f"the parts alternate, head by head or feature by feature{row}"
+                    "code splits the output by chunk or split, with heads= for parts of other sizes. Add "
+                    "use_local_output=False if it splits by sizes of the full tensor. Write packed=1 if the parts "
+                    f"alternate, head by head or feature by feature{row}"
                 )
 
 
