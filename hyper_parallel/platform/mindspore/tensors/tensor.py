@@ -29,6 +29,7 @@ from hyper_parallel.platform.mindspore.processes.communication import is_collect
 from hyper_parallel.platform.mindspore.tensors.gradient_hooks import register_hook
 
 __all__ = [
+    "WRITE_FIRST_OPERAND",
     "InterceptedTensor",
     "LegacyFunction",
     "NoDispatch",
@@ -75,7 +76,8 @@ def is_dispatching() -> bool:
     return not _STATE.depth
 
 
-_WRITE_FIRST_OPERAND = frozenset(
+#: Primitives that write to a parameter, their first operand. Their names do not say so.
+WRITE_FIRST_OPERAND = frozenset(
     f"Scatter{nd}{what}" for nd in ("", "Nd") for what in ("Add", "Sub", "Mul", "Div", "Max", "Min", "Update")
 )
 
@@ -87,7 +89,7 @@ class Unknown(Function):
     __slots__ = ()
 
     def __init__(self, func: Any) -> None:
-        inplace = func.name.startswith(("Inplace", "Assign", "Apply")) or func.name in _WRITE_FIRST_OPERAND
+        inplace = func.name.startswith(("Inplace", "Assign", "Apply")) or func.name in WRITE_FIRST_OPERAND
         super().__init__(func.name + "_" if inplace else func.name, func)
 
     def __eq__(self, other: object) -> bool:
