@@ -215,7 +215,8 @@ class InterceptedTensor(Tensor):
         if native.binds_by_function and type(func) is not LegacyFunction:
             func = _Named(name, func)
         result = type(self)._dispatch(native, func, args, kwargs)
-        return RESULTS[name](result) if name in RESULTS else result
+        # The primitive itself ran for a plain tensor with marks, and gave all its results.
+        return RESULTS[name](result) if name in RESULTS and not isinstance(result, tuple) else result
 
     def _without_row(self, function: Unknown, args: tuple, kwargs: dict) -> Any:
         draws = function.name.removesuffix("_") in DRAWS
