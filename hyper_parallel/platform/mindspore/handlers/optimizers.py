@@ -17,6 +17,7 @@ from typing import Any
 from mindspore import Tensor, nn
 
 from hyper_parallel.platform.mindspore.gradients.grad import wrap_gradients
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.tensors.observation import watched_step
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
@@ -33,6 +34,7 @@ def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any
 
 def _step(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     elementwise = _is_elementwise(optimizer)
+    LocalGradients.update(optimizer.parameters)
     if is_dispatching():
         args = tuple(_placed_as_parameters(optimizer, arg) for arg in args)
         kwargs = {name: _placed_as_parameters(optimizer, arg) for name, arg in kwargs.items()}
