@@ -201,6 +201,12 @@ PATCHES = PatchSet(
         ),
         *map(_optimizer, ("mindspore.nn.Optimizer", "mindspore.experimental.optim.Optimizer")),
         _patch(
+            "mindspore.nn.DistributedGradReducer.__init__",
+            "``nn.DistributedGradReducer`` adds different shards of gradients, or gradients that are reduced already",
+            calling(optimizers.checked_reducer),
+            check=takes("self parameters mean degree fusion_type group"),
+        ),
+        _patch(
             "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",
             "``ops.clip_by_global_norm`` fails: it compares the distributed norm with a plain number",
             calling(clipping.clipping, name="ops.clip_by_global_norm", place=1),
