@@ -221,6 +221,29 @@ def test_between_styled_modules(pool: Any, seeds: str, steps: int) -> None:
     assert all(len({step[i] for step in first}) == steps for i in ELEMENTS)
 
 
+@on_mesh()
+def recomputed_layers(mesh: Any, distributed: bool) -> list[bool]:
+    """The gradient of a bias shows whether backward drops what forward has dropped, in a recomputed block."""
+    ms.set_seed(4)
+    net = Styled().set_train()
+    net.recompute()
+    if distributed:
+        up = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
+        parallelize_module(net, mesh, {"up": up})
+    else:
+        parallelize_module(nn.SequentialCell(net, nn.Dense(6, 6)), mesh, {"1": ColwiseParallel()})
+    found, x = [], Tensor(np.ones((2, 6), np.float32))
+    for _ in range(8):
+        y, gradient = value_and_grad(net, None, [net.up.bias])(x)
+        found.append(bool((whole(gradient[0]) == 2 * (whole(y) != 0).sum(0)).all()))
+    return found
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_recomputed_layers(pool: Any, distributed: bool) -> None:
+    assert pool.run(2, recomputed_layers, distributed) == [[True] * 8] * 2
+
+
 class Styled(nn.Cell):
     def __init__(self) -> None:
         super().__init__()

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import mindspore as ms
+import mindspore.dataset as ds
 import numpy as np
-from mindspore import Tensor
+from mindspore import Tensor, nn, ops
 
 from examples.train_llama.config import LlamaConfig
 from examples.train_llama.model_mindspore import LlamaForCausalLM
 from examples.train_llama.plan import spread, tensor_parallel_plan
-from hyper_parallel import CommTrace, explain, get_platform
+from hyper_parallel import ColwiseParallel, CommTrace, explain, get_platform
 from hyper_parallel.planning import dry_run
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.testing.conformance.test_explain import facts
 from hyper_parallel.testing.spmd import on_mesh
 
@@ -45,3 +47,29 @@ def test_a_dry_run() -> None:
     assert memory.activations is memory.peak is found.seconds is found.seconds_overlapped is found.fits is None
     assert found.traffic["tp"].bytes > 0 and found.traffic["dp"].counts == {"all_gather": 5, "reduce_scatter": 3}
     assert "time: unknown" in str(found) and '"traffic"' in found.to_json()
+
+
+class Drops(nn.Cell):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Dense(4, 8), nn.Dropout(p=0.5)
+
+    def construct(self, x: Any) -> Any:
+        return ops.dropout(self.drop(self.up(x)), 0.5) * Tensor(np.random.rand(1), ms.float32)
+
+
+def test_what_a_dry_run_leaves_behind() -> None:
+    """Other ranks may have no dry run: later random numbers and gradients are taken as without it."""
+    platform, x = get_platform(), Tensor(np.ones((2, 4), np.float32))
+    ms.set_seed(4)
+    model = Drops().set_train()
+    ops.dropout(x, 0.5)
+    before, parts, of_datasets = platform.get_rng_state(), dict(LocalGradients.parts), ds.config.get_seed()
+    explain(model, 2, {"up": ColwiseParallel()}, x)
+    after = platform.get_rng_state()
+    assert after[1:3] == before[1:3] and (after[0] == before[0]).all() and (after[3][1] == before[3][1]).all()
+    assert dict(LocalGradients.parts) == parts and ds.config.get_seed() == of_datasets
+    ds.config.set_seed(77)
+    platform.set_rng_state(before)
+    assert ds.config.get_seed() == 77
+    ds.config.set_seed(of_datasets)

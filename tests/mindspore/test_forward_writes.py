@@ -159,3 +159,55 @@ def shrinks(mesh: Any) -> list[str]:
 def test_each_way_to_write(pool: Any, world_size: int) -> None:
     for faults in pool.run(world_size, shrinks):
         assert not faults, "\n".join(faults)
+
+
+#: Operations whose writes MindSpore does not count, as functions of a parameter, indices and values.
+UNCOUNTED = {
+    "scatter_update": ops.scatter_update,
+    "scatter_nd_update": lambda p, at, x: ops.scatter_nd_update(p, at.reshape(-1, 1), x),
+    "scatter_add": ops.scatter_add,
+    "index_add": lambda p, at, x: ops.index_add(p, at, x, 0),
+}
+
+
+class Queue(nn.Cell):
+    """A layer, statistics of one channel, which one rank holds, and a queue: each call writes rows of one rank."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.norm, self.way, self.calls = nn.Dense(4, 3), nn.BatchNorm1d(1), UNCOUNTED[way], 0
+        self.layer.weight.set_data(Tensor(np.linspace(-1, 1, 12).reshape(3, 4), ms.float32))
+        self.layer.bias.set_data(ops.ones((3,), ms.float32))
+        self.queue = Parameter(ops.zeros((8, 3), ms.float32), requires_grad=False, name="queue")
+
+    def construct(self, x: Any) -> Any:
+        y = self.layer(x)
+        loss = mint.matmul(y, self.queue.T).square().sum() + self.norm(y[:, :1]).square().sum()
+        if self.training:
+            row = 2 * (self.calls % 4)
+            self.way(self.queue, Tensor([row, row + 1], ms.int32), ops.stop_gradient(y)[:2])
+            self.calls += 1
+        return loss
+
+
+@spmd.on_mesh()
+def fills(mesh: Any, way: str, keep: bool) -> None:
+    """Forwards that evaluate come first: a unit looks for values of uncounted writes in its first two forwards."""
+    single, model = Queue(way), fully_shard(Queue(way), mesh=mesh, reshard_after_forward=not keep)
+    model.set_reshard_after_backward(not keep)
+    for step in range(7):
+        x = Tensor(np.random.default_rng(step).standard_normal((6, 4)).astype(np.float32))
+        found = []
+        for cell in (single, model):
+            cell.set_train(step > 2)
+            weights = cell.trainable_params()
+            found.append(ms.value_and_grad(lambda x, cell=cell: cell(x), None, weights)(x)[0].asnumpy())
+        np.testing.assert_allclose(*found, rtol=1e-4)
+    for p, q in zip(single.get_parameters(), model.get_parameters(), strict=True):
+        np.testing.assert_allclose(q.full_tensor().asnumpy(), p.asnumpy(), rtol=1e-4, err_msg=p.name)
+
+
+@on_ranks(2, 3, gate=(2,))
+def test_writes_that_nothing_counts(pool: Any, world_size: int) -> None:
+    for i, way in enumerate(UNCOUNTED):
+        pool.run(world_size, fills, way, i % 2 == 1)

@@ -268,14 +268,35 @@ def test_a_step_that_takes_more_than_gradients(pool: Any) -> None:
 
 # ---------------------------------------------------------------------- unsupported optimizers
 @on_mesh()
-def needs_whole_parameters(mesh: Any) -> str:
+def needs_whole_parameters(mesh: Any) -> list[str]:
     net = make_net(mesh)
-    return error_of(nn.Lamb(net.trainable_params(), 0.01), ms.grad(loss_of(net), None, net.trainable_params())())
+    parameters, gradients = net.trainable_params(), ms.grad(loss_of(net), None, net.trainable_params())()
+    centralised = nn.SGD([{"params": parameters, "grad_centralization": True}], 0.01)
+    errors = [error_of(optimizer, gradients) for optimizer in (nn.Lamb(parameters, 0.01), centralised)]
+    return [*errors, error_of(nn.DistributedGradReducer, parameters)]
 
 
 def test_optimizers_with_norms_are_refused(pool: Any) -> None:
-    for error in pool.run(2, needs_whole_parameters):
-        assert error.startswith("TypeError: Lamb needs unsharded parameters")
+    for lamb, centralised, reducer in pool.run(2, needs_whole_parameters):
+        assert lamb.startswith("TypeError: Lamb needs unsharded parameters")
+        assert centralised.startswith("TypeError: SGD subtracts means over the last dimensions of gradients, but 'down")
+        assert reducer.startswith("ValueError: nn.DistributedGradReducer adds gradients of ranks 0, 1")
+
+
+@on_mesh(2, 2, names=("dp", "tp"))
+def reduced_over_other_ranks(mesh: Any) -> list[bool]:
+    """A reducer over ranks that hold the same shard is data parallelism of MindSpore's own, with a plan."""
+    net = make_net(mesh["tp"])
+    weights = net.trainable_params()
+    reducer = nn.DistributedGradReducer(weights, True, 2, group=mesh["dp"].get_group())
+    local = ms.grad(loss_of(net), None, weights)()
+    found = reducer(tuple(g * float(1 + 2 * mesh["dp"].get_local_rank()) for g in local))
+    return [bool(np.allclose(a.asnumpy(), 2 * b.asnumpy(), rtol=1e-4)) for a, b in zip(found, local, strict=True)]
+
+
+def test_reducers_with_tensor_parallelism(pool: Any) -> None:
+    for equal in pool.run(4, reduced_over_other_ranks):
+        assert all(equal)
 
 
 @on_mesh()

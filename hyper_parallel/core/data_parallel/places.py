@@ -293,15 +293,15 @@ class Writes:
         if again:  # another forward may have left these tensors behind
             uncounted = {i for i, before in self._again[2].items() if self._bytes(wholes[i]) != before}
         self._forwards += not again
-        counted = counts_of(wholes)
+        counted, seen = counts_of(wholes), self._platform.seen_writes(wholes)
         looks = not again and (self._forwards <= _FIRST or bool(CHECKS)) and self._platform.needs_values
-        if counted == versions and not looks and not uncounted:
+        if counted == versions and not looks and not uncounted and not seen:
             return False
-        written = False
+        written = bool(seen)  # the same answer on ranks whose shard has no new values
         with self._platform.no_grad():
             for buffer, indices in zip(buffers, members, strict=True):
                 for place, i in enumerate(indices):
-                    is_counted = counted[i] != versions[i]
+                    is_counted = counted[i] != versions[i] or i in seen
                     if (is_counted or looks or i in uncounted) and self._take(buffer, place, wholes[i], parameters[i]):
                         written = True
                         if not is_counted:

@@ -53,6 +53,13 @@ class StorageRole(ABC):
         """Copy attributes that programs read from ``parameters`` to ``xs``, which replace the parameters in modules."""
         return None
 
+    def seen_writes(self, xs: Sequence[Tensor]) -> Sequence[int]:
+        """Return the indices of tensors with uncounted writes since the last call. `stand_for` got these tensors.
+
+        The operations decide, not the written values. So all ranks get the same indices.
+        """
+        return ()
+
     def become(self, x: Tensor, values: Tensor) -> None:
         """Give ``x`` the shape and the values of ``values``. ``x`` is a plain tensor, not a parameter, and stays the
         same object. Called without gradients."""

@@ -6,7 +6,8 @@ Shards may be empty: MindSpore's errors for empty tensors are avoided here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -14,7 +15,7 @@ import numpy as np
 from mindspore import Tensor, mint, ops
 
 from hyper_parallel.platform.mindspore.basics.empty_shards import connected_zeros
-from hyper_parallel.platform.mindspore.basics.seeds import COUNTERS
+from hyper_parallel.platform.mindspore.basics.seeds import COUNTERS, set_seed
 from hyper_parallel.platform.mindspore.memory_order import with_strides
 from hyper_parallel.platform.mindspore.processes.collectives import copied, dense
 
@@ -100,6 +101,23 @@ class LocalVerbs:
         ms.set_rng_state(Tensor(words.view(np.uint8)))
         return Tensor((halves / 65536).astype(np.float32))
 
+    @contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Return a context for a dry run, after which the generators are in the state that they had before it.
+
+        MindSpore computes and draws in a dry run, and other ranks may have none. See `Platform.without_data`.
+        """
+        seed, counters, generator, host = ms.get_seed(), dict(COUNTERS), ms.get_rng_state(), np.random.get_state()
+        try:
+            yield
+        finally:
+            if seed is not None:  # otherwise the numbers depend on no state
+                set_seed(seed)
+            COUNTERS.clear()
+            COUNTERS.update(counters)
+            ms.set_rng_state(generator)
+            np.random.set_state(host)
+
     def manual_seed(self, seed: int) -> None:
         ms.set_seed(seed)
         ms.manual_seed(seed)  # the generator of the newer operations, which `set_seed` does not change
@@ -116,7 +134,7 @@ class LocalVerbs:
 
     def set_rng_state(self, state: Any) -> None:
         generator, seed, counters, host = state
-        ms.set_seed(seed)
+        set_seed(seed)
         COUNTERS.clear()
         COUNTERS.update(counters)
         ms.set_rng_state(Tensor(generator))

@@ -21,7 +21,7 @@ from hyper_parallel.platform.mindspore.processes.collectives import copied, dens
 from hyper_parallel.platform.mindspore.processes.launch import device_target
 from hyper_parallel.platform.mindspore.tensors.parameter import make_distributed
 from hyper_parallel.platform.mindspore.tensors.parameter_tuples import read_from_table
-from hyper_parallel.platform.mindspore.tensors.stand_ins import stand_for
+from hyper_parallel.platform.mindspore.tensors.stand_ins import seen_writes, stand_for
 from hyper_parallel.platform.module_text import text_of_plan
 
 __all__ = ["ModuleVerbs"]
@@ -70,6 +70,7 @@ class ModuleVerbs:
         return x
 
     stand_for: Any = staticmethod(stand_for)
+    seen_writes: Any = staticmethod(seen_writes)
 
     def write(self, x: Any, values: Any) -> None:
         if is_dense(x):

@@ -62,6 +62,12 @@ def _operator(name: str, reflected: str) -> Patch:
     )
 
 
+def _writing(primitive: str) -> Patch:
+    reason = "it writes uncounted to an unsharded parameter of a unit, whose shard keeps the old values"
+    make = calling(stand_ins.with_seen_writes, places=stand_ins.WRITING[primitive])
+    return _patch(f"mindspore.ops.operations.{primitive}.__call__", reason, make, held="either")
+
+
 def _loss(name: str) -> Patch:
     module = "math_func" if name == "logsumexp" else "nn_func"
     return _patch(
@@ -172,6 +178,7 @@ PATCHES = PatchSet(
             )
             for primitive, sign in (("Assign", 0), ("AssignAdd", 1), ("AssignSub", -1))
         ),
+        *map(_writing, stand_ins.WRITING),
         _patch(
             "mindspore.Tensor.data",
             "``p.data = values`` in a cell under data parallelism gives the tensor that stands for ``p`` other memory",
@@ -193,6 +200,12 @@ PATCHES = PatchSet(
             check=takes("save_obj integrated_save append_dict choice_func"),
         ),
         *map(_optimizer, ("mindspore.nn.Optimizer", "mindspore.experimental.optim.Optimizer")),
+        _patch(
+            "mindspore.nn.DistributedGradReducer.__init__",
+            "``nn.DistributedGradReducer`` adds different shards of gradients, or gradients that are reduced already",
+            calling(optimizers.checked_reducer),
+            check=takes("self parameters mean degree fusion_type group"),
+        ),
         _patch(
             "mindspore.ops.function.clip_func._ClipByGlobalNorm.construct",
             "``ops.clip_by_global_norm`` fails: it compares the distributed norm with a plain number",

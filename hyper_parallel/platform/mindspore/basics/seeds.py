@@ -21,7 +21,17 @@ from weakref import WeakKeyDictionary
 import mindspore as ms
 from mindspore import ops
 
-__all__ = ["COUNTERS", "Stream", "drop_channels", "is_of_one_call", "layer_stream", "undo_draw"]
+from hyper_parallel.platform.mindspore.basics.private import is_recording
+
+__all__ = [
+    "COUNTERS",
+    "Stream",
+    "drop_channels",
+    "is_of_one_call",
+    "layer_stream",
+    "set_seed",
+    "undo_draw",
+]
 
 #: Number of calls with one shape that are reproducible on a CPU, as measured with MindSpore 2.10.
 REPEATED_CALLS = 5
@@ -32,10 +42,23 @@ _seed = importlib.import_module("mindspore.common.seed")
 #: (kernel, seed given to the operation or 0) -> counter
 COUNTERS: dict[tuple[str, int], int] = _seed._KERNEL_SEED
 
+#: Settings of `mindspore.dataset`, and the seed there that a program has not set.
+_datasets = importlib.import_module("mindspore.dataset").config
+_NO_SEED = 5489
+
 _STRIDE: int = _seed.keyConstant[0] ^ _seed.keyConstant[2]
 
 #: primitive of a layer -> mesh -> its stream there, None for one without a seed
 _STREAMS: WeakKeyDictionary[Any, WeakKeyDictionary[Any, Any]] = WeakKeyDictionary()
+
+
+def set_seed(seed: int) -> None:
+    """Set the global seed. A seed of `mindspore.dataset` that the program has set itself stays: `mindspore.set_seed`
+    would overwrite it, and datasets would be shuffled in another order than on a single device."""
+    of_datasets = _datasets.get_seed()
+    ms.set_seed(seed)
+    if of_datasets != _NO_SEED:
+        _datasets.set_seed(of_datasets)
 
 
 def undo_draw(kernel: str, seeds: tuple[int, int]) -> int | None:
@@ -79,7 +102,9 @@ class Stream:
 
     def __call__(self, x: Any) -> Any:
         """Return ``x`` with some elements dropped, a plain tensor."""
-        key = (tuple(x.shape), x.dtype)
+        # A recomputed block runs twice, and MindSpore's kernels draw the same numbers in both runs: one kernel runs
+        # while gradients are recorded, and another one while they are not.
+        key = (tuple(x.shape), x.dtype, is_recording())
         number = self._calls[key] = self._calls.get(key, 0) + 1
         if number <= REPEATED_CALLS or ms.get_context("device_target") != "CPU":
             return self._of_kernel(x)[0]

@@ -15,12 +15,15 @@ from functools import partial
 from typing import Any
 
 from mindspore import Tensor, nn
+from mindspore.communication import get_process_group_ranks
 
+from hyper_parallel.platform.mindspore.basics.private import GlobalComm
 from hyper_parallel.platform.mindspore.gradients.grad import wrap_gradients
+from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.tensors.observation import watched_step
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
-__all__ = ["optimizer_call", "run_compiled_step"]
+__all__ = ["checked_reducer", "optimizer_call", "run_compiled_step"]
 
 #: Optimizers that use norms, means or factors of full parameters, which a rank with a shard does not have.
 _NEED_WHOLE_PARAMETERS = ("Lamb", "LARS", "thor", "AdaSumByDeltaWeightWrapCell", "AdaSumByGradWrapCell")
@@ -33,6 +36,8 @@ def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any
 
 def _step(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     elementwise = _is_elementwise(optimizer)
+    _check_means(optimizer)
+    LocalGradients.update(optimizer.parameters)
     if is_dispatching():
         args = tuple(_placed_as_parameters(optimizer, arg) for arg in args)
         kwargs = {name: _placed_as_parameters(optimizer, arg) for name, arg in kwargs.items()}
@@ -83,6 +88,20 @@ def _check_elements(optimizer: Any) -> None:
                 f"{type(optimizer).__name__} does not support parameters with empty shards, but {p.name!r}, of shape "
                 f"{tuple(layout.shape)}, is placed {list(layout.placements)}: use another optimizer, such as Adam or "
                 "AdamWeightDecay"
+            )
+
+
+def _check_means(optimizer: Any) -> None:
+    """Raise TypeError for gradients that the optimizer centralises, if a rank holds a part of the mean's elements."""
+    asked = getattr(optimizer, "grad_centralization_flags", ())
+    for flag, p in zip(asked, optimizer.parameters if any(asked) else (), strict=False):
+        layout: Any = getattr(p, "_layout", None)
+        placements = () if layout is None or not flag else enumerate(layout.placements)
+        if any(x.is_shard() and not x.is_shard(0) and layout.mesh.shape[d] > 1 for d, x in placements):
+            raise TypeError(
+                f"{type(optimizer).__name__} subtracts means over the last dimensions of gradients, but {p.name!r} is "
+                f"placed {list(layout.placements)}, so each rank would take the mean of its shard: leave "
+                "grad_centralization out, and subtract means of gradients of hyper_parallel.mindspore before the step"
             )
 
 
@@ -167,6 +186,36 @@ def _written_in_operations(optimizer: Any) -> Iterator[None]:
     finally:
         if fused:
             optimizer.use_fused_ada_factor = True
+
+
+def checked_reducer(
+    original: Callable,
+    reducer: Any,
+    parameters: Any,
+    *args: Any,
+    group: str = GlobalComm.WORLD_COMM_GROUP,
+    **kwargs: Any,
+) -> None:
+    """Replace the constructor of `nn.DistributedGradReducer`, which MindSpore's mode "data_parallel" uses too.
+
+    Raises:
+        ValueError: on all ranks, for a distributed parameter whose mesh has several ranks of the group.
+    """
+    given = tuple(parameters)
+    group, args = (args[3], args[:3]) if len(args) > 3 else (group, args)
+    ranks = set(get_process_group_ranks(group))
+    for p in given:
+        mesh: Any = getattr(getattr(p, "_layout", None), "mesh", None)
+        for d in range(0 if mesh is None else mesh.ndim):
+            if len(ranks.intersection(mesh.ranks_along(d))) > 1:
+                raise ValueError(
+                    f"nn.DistributedGradReducer adds gradients of ranks {', '.join(map(str, sorted(ranks)))}, but "
+                    f"{p.name!r} is placed {list(p._layout.placements)} on {mesh}: these ranks hold different shards "
+                    "of its gradient, or a gradient that is reduced already. Leave the reducer out, call "
+                    'mindspore.reset_auto_parallel_context() if parallel_mode is "data_parallel", or pass group= with '
+                    "ranks that hold the same shard"
+                )
+    original(reducer, given, *args, group=group, **kwargs)
 
 
 def run_compiled_step(original: Any, executor: Any, args: tuple, kwargs: dict) -> Any:

@@ -15,9 +15,27 @@ from mindspore import Tensor
 
 from hyper_parallel.platform.mindspore.processes.collectives import dense, is_dense
 from hyper_parallel.platform.mindspore.tensors.parameter import local_value
-from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch
+from hyper_parallel.platform.mindspore.tensors.tensor import WRITE_FIRST_OPERAND, InterceptedTensor, NoDispatch
 
-__all__ = ["assigned", "data_property", "is_stand_in", "stand_for", "written"]
+__all__ = [
+    "WRITING",
+    "assigned",
+    "with_seen_writes",
+    "data_property",
+    "is_stand_in",
+    "seen_writes",
+    "stand_for",
+    "written",
+]
+
+#: Attribute of a stand-in that an operation has written to without a count.
+_SEEN = "_hp_written"
+#: Primitive that writes into the memory of operands -> the places of these operands.
+WRITING: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(sorted(WRITE_FIRST_OPERAND), (0,)),
+    "IndexAdd": (0,),
+    "BatchNorm": (3, 4),  # the running statistics, in training
+}
 
 
 def stand_for(xs: Sequence[Any], parameters: Sequence[Any]) -> None:
@@ -88,6 +106,24 @@ def assigned(original: Callable, primitive: Any, variable: Any, value: Any, sign
     if not is_stand_in(variable):
         return original(primitive, variable, value)
     return written(variable, variable + value * sign if sign else value)
+
+
+def with_seen_writes(original: Callable, primitive: Any, *operands: Any, places: Sequence[int]) -> Any:
+    """Replace the call of a primitive of `WRITING`: note the stand-ins that it writes to, for `seen_writes`.
+
+    MindSpore does not count these writes. A count would fail the backward of a primitive that has saved the operand.
+    """
+    output = original(primitive, *operands)
+    if getattr(primitive, "is_training", True):
+        for place in places:
+            if len(operands) > place and is_stand_in(operands[place]):
+                operands[place].__dict__[_SEEN] = True
+    return output
+
+
+def seen_writes(xs: Sequence[Any]) -> list[int]:
+    """Return the indices of the tensors that primitives of `WRITING` have written to since the last call."""
+    return [i for i, x in enumerate(xs) if x.__dict__.pop(_SEEN, False)]
 
 
 def _takes_writes(x: Any) -> bool:

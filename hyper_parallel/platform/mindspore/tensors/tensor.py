@@ -29,6 +29,7 @@ from hyper_parallel.platform.mindspore.processes.communication import is_collect
 from hyper_parallel.platform.mindspore.tensors.gradient_hooks import register_hook
 
 __all__ = [
+    "WRITE_FIRST_OPERAND",
     "InterceptedTensor",
     "LegacyFunction",
     "NoDispatch",
@@ -75,7 +76,8 @@ def is_dispatching() -> bool:
     return not _STATE.depth
 
 
-_WRITE_FIRST_OPERAND = frozenset(
+#: Primitives that write to a parameter, their first operand. Their names do not say so.
+WRITE_FIRST_OPERAND = frozenset(
     f"Scatter{nd}{what}" for nd in ("", "Nd") for what in ("Add", "Sub", "Mul", "Div", "Max", "Min", "Update")
 )
 
@@ -87,7 +89,7 @@ class Unknown(Function):
     __slots__ = ()
 
     def __init__(self, func: Any) -> None:
-        inplace = func.name.startswith(("Inplace", "Assign", "Apply")) or func.name in _WRITE_FIRST_OPERAND
+        inplace = func.name.startswith(("Inplace", "Assign", "Apply")) or func.name in WRITE_FIRST_OPERAND
         super().__init__(func.name + "_" if inplace else func.name, func)
 
     def __eq__(self, other: object) -> bool:
@@ -213,7 +215,8 @@ class InterceptedTensor(Tensor):
         if native.binds_by_function and type(func) is not LegacyFunction:
             func = _Named(name, func)
         result = type(self)._dispatch(native, func, args, kwargs)
-        return RESULTS[name](result) if name in RESULTS else result
+        # The primitive itself ran for a plain tensor with marks, and gave all its results.
+        return RESULTS[name](result) if name in RESULTS and not isinstance(result, tuple) else result
 
     def _without_row(self, function: Unknown, args: tuple, kwargs: dict) -> Any:
         draws = function.name.removesuffix("_") in DRAWS
