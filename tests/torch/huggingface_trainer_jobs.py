@@ -146,7 +146,7 @@ def arguments_of(job: Job) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": BATCH // MICRO_BATCHES // job.batches,
         "gradient_accumulation_steps": MICRO_BATCHES,
-        "per_device_eval_batch_size": 1,
+        "per_device_eval_batch_size": 2,  # of 7 samples, so that a rank's last batch is filled up
         "max_steps": 4,
         "learning_rate": 1e-2,
         "weight_decay": 0.01,
