@@ -209,6 +209,14 @@ def test_refusals_of_ranks(pool: Any) -> None:
     pool.run(4, "tests.torch.huggingface_trainer_jobs:refuse_on_ranks")
 
 
+def test_random_states_of_a_resumed_job(pool: Any, tmp_path: Path) -> None:
+    pool.run(4, "tests.torch.huggingface_trainer_jobs:draw_alike", str(tmp_path))
+
+
+def test_words_of_different_lengths(pool: Any) -> None:
+    pool.run(4, "tests.torch.huggingface_trainer_jobs:generate_different_lengths")
+
+
 def test_a_head_that_is_read_in_whole() -> None:
     """TRL's own forward of a model reads the weight of the head: head and tied embeddings stay whole."""
     model = llama()

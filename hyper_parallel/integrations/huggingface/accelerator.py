@@ -250,7 +250,8 @@ class _Divided(_Base):
         """Load the files of `save_state`, even from another mesh."""
         handle = self.register_load_state_pre_hook(self._load_shards)
         with self._without_optimizers(handle):
-            return super().load_state(input_dir, load_kwargs, **kwargs)
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        self._division.share_random_states()
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:

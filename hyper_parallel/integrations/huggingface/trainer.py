@@ -23,7 +23,8 @@ _KNOWN = "5.24"
 #: Attributes of a Trainer that this module replaces or uses.
 _NEEDED = (
     *("get_total_train_batch_size", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
-    *("_load_from_checkpoint", "_load_best_model", "evaluation_loop", "accelerator", "model", "args"),
+    *("_load_from_checkpoint", "_load_rng_state", "_load_best_model", "evaluation_loop", "prediction_step"),
+    *("accelerator", "model", "args"),
 )
 #: The folder of an optimizer's shards in a checkpoint, and the files of a Trainer without parallelism.
 _FOLDER, _WHOLE, _SCHEDULER = "optimizer", "optimizer.pt", "scheduler.pt"
@@ -193,6 +194,12 @@ class _Divided(_Base):
             )
         if (folder / _SCHEDULER).is_file():
             self.lr_scheduler.load_state_dict(load(folder / _SCHEDULER))
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        """Load the generators' states. Ranks that share a model draw the same numbers, on any mesh."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._division.share_random_states()
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load full weights. Each rank reads its shard."""
