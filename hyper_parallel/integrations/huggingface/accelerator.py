@@ -291,8 +291,8 @@ class _Steps:
         return getattr(self._scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take the steps, but no more than the schedule has."""
+        """Take the steps, but no more than the schedule has. A schedule that reads a metric takes one."""
         total = getattr(self._scheduler, "total_steps", float("inf"))
-        for _ in range(self._count):
-            if self._scheduler._step_count <= total:
+        for _ in range(self._count if hasattr(self._scheduler, "_step_count") else 1):
+            if getattr(self._scheduler, "_step_count", 0) <= total:
                 self._scheduler.step(*args, **kwargs)

@@ -239,10 +239,10 @@ def load_weights(model: Any, folder: Path) -> None:
     if not adapters.is_file():
         load_pretrained(model, folder)
         return
-    # Names in files lack the name of the adapter, which names in the model contain.
+    # Names in files lack the name of the adapter, and of the holder of a module that is trained in full.
     names = {
-        name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name
-        for name, _ in model.named_parameters()
+        name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name
+        for name in model.state_dict()
         for adapter in model.active_adapters
     }
 
