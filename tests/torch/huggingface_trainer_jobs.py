@@ -30,6 +30,8 @@ from hyper_parallel.integrations.huggingface import (
 __all__ = [
     "Job",
     "accelerated",
+    "draw_alike",
+    "generate_different_lengths",
     "generated",
     "in_one_process",
     "llama",
@@ -146,7 +148,7 @@ def arguments_of(job: Job) -> dict[str, Any]:
     return {
         "per_device_train_batch_size": BATCH // MICRO_BATCHES // job.batches,
         "gradient_accumulation_steps": MICRO_BATCHES,
-        "per_device_eval_batch_size": 1,
+        "per_device_eval_batch_size": 2,  # of 7 samples, so that a rank's last batch is filled up
         "max_steps": 4,
         "learning_rate": 1e-2,
         "weight_decay": 0.01,
@@ -421,6 +423,50 @@ def refuse_on_ranks() -> None:
         single, x = copy.deepcopy(model), torch.arange(8.0, dtype=torch.float64).reshape(2, 4)
         model = accelerator.prepare(model)
         assert torch.allclose(model(x), single(x))
+
+
+def draw_alike(folder: str) -> None:
+    """Check that ranks that share a model draw the same numbers after a resume, though they saved other states."""
+    from accelerate import Accelerator
+    from transformers import Trainer, TrainingArguments
+
+    def drawn() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+    with fresh(True):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        accelerator = parallelize_accelerator(Accelerator(cpu=True), mesh)
+        arguments = {name: value for name, value in arguments_of(Job(folder)).items() if "eval" not in name}
+        trainer = Trainer(model=llama(), args=TrainingArguments(folder, **arguments))
+        parallelize_trainer(trainer, mesh)
+        for save, load in (
+            (accelerator.save_state, accelerator.load_state),
+            (trainer._save_rng_state, trainer._load_rng_state),
+        ):
+            for seed in (torch.manual_seed, np.random.seed, random.seed):
+                seed(mesh.get_rank())
+            save(folder)
+            torch.distributed.barrier()
+            load(folder)
+            numbers: list[Any] = [None] * 4
+            torch.distributed.all_gather_object(numbers, drawn())
+            assert numbers[0] == numbers[1] != numbers[2] == numbers[3]
+
+
+def generate_different_lengths() -> None:
+    """Check the words of ranks with prompts of their own, of which some end earlier."""
+    from accelerate import Accelerator
+
+    with fresh(True):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+        accelerator = parallelize_accelerator(Accelerator(cpu=True), mesh)
+        model, options = llama(), {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+        prompts = [Samples(4)[i]["input_ids"][None, :4] for i in range(4)]
+        words = [model.generate(prompt, **options, eos_token_id=-1)[0, 4:].tolist() for prompt in prompts]
+        end = next(word for word in words[0][:2] if word not in words[1])
+        wanted = model.generate(prompts[mesh.get_rank()], **options, eos_token_id=end)
+        divided = accelerator.prepare(model)
+        assert torch.equal(divided.generate(prompts[mesh.get_rank()], **options, eos_token_id=end), wanted)
 
 
 def in_one_process(way: str, job: Job) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from hyper_parallel.integrations.huggingface.accelerator import _Steps
 from hyper_parallel.integrations.huggingface.division import whole_head
 from hyper_parallel.integrations.huggingface.trainer import by_names, load_weights
 from hyper_parallel.testing.extent import in_gate
@@ -209,6 +210,14 @@ def test_refusals_of_ranks(pool: Any) -> None:
     pool.run(4, "tests.torch.huggingface_trainer_jobs:refuse_on_ranks")
 
 
+def test_random_states_of_a_resumed_job(pool: Any, tmp_path: Path) -> None:
+    pool.run(4, "tests.torch.huggingface_trainer_jobs:draw_alike", str(tmp_path))
+
+
+def test_words_of_different_lengths(pool: Any) -> None:
+    pool.run(4, "tests.torch.huggingface_trainer_jobs:generate_different_lengths")
+
+
 def test_a_head_that_is_read_in_whole() -> None:
     """TRL's own forward of a model reads the weight of the head: head and tied embeddings stay whole."""
     model = llama()
@@ -262,9 +271,27 @@ def test_saved_adapters(tmp_path: Path) -> None:
     save_file({"base.lora_A.weight": values}, tmp_path / "adapter_model.safetensors")
     load_weights(model, tmp_path)
     assert torch.equal(model.base.lora_A["default"].weight, values)
+    model.base.head = torch.nn.Module()  # as peft wraps a module that is trained in full
+    model.base.head.original_module = torch.nn.Linear(4, 2, bias=False)
+    model.base.head.modules_to_save = torch.nn.ModuleDict({"default": torch.nn.Linear(4, 2, bias=False)})
+    save_file({"base.head.weight": values}, tmp_path / "adapter_model.safetensors")
+    load_weights(model, tmp_path)
+    assert torch.equal(model.base.head.modules_to_save["default"].weight, values)
+    assert not torch.equal(model.base.head.original_module.weight, values)
     save_file({"base.lora_C.weight": values}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=r"has 'base.lora_C.weight', which matches no adapter"):
         load_weights(model, tmp_path)
+
+
+def test_a_schedule_that_reads_a_metric() -> None:
+    """It takes one step for a metric of all ranks' batches."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
+    schedule = _Steps(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), 2)
+    rates = []
+    for _ in range(3):
+        schedule.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 0.1]
 
 
 def test_an_optimizer_of_another_model() -> None:

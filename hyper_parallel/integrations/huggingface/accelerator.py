@@ -250,7 +250,8 @@ class _Divided(_Base):
         """Load the files of `save_state`, even from another mesh."""
         handle = self.register_load_state_pre_hook(self._load_shards)
         with self._without_optimizers(handle):
-            return super().load_state(input_dir, load_kwargs, **kwargs)
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        self._division.share_random_states()
 
     @contextmanager
     def _without_optimizers(self: Any, handle: Any) -> Iterator[None]:
@@ -290,8 +291,9 @@ class _Steps:
         return getattr(self._scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take one step for each of the ranks' batches, but no more steps than the schedule has."""
+        """Take one step for each of the ranks' batches, but no more steps than the schedule has. A schedule that reads a
+        metric takes one step."""
         total = getattr(self._scheduler, "total_steps", float("inf"))
-        for _ in range(self._count):
-            if self._scheduler._step_count <= total:
+        for _ in range(self._count if hasattr(self._scheduler, "_step_count") else 1):
+            if getattr(self._scheduler, "_step_count", 0) <= total:
                 self._scheduler.step(*args, **kwargs)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from hyper_parallel.core.data_parallel.fully_shard import fully_shard, register_fsdp_forward_method
 from hyper_parallel.core.data_parallel.replicate import replicate
 from hyper_parallel.core.dtensor.tensor import DTensor
 from hyper_parallel.core.layouts.placement_types import Shard
 from hyper_parallel.core.mesh.device_mesh import DeviceMesh, init_device_mesh, resolve_mesh
+from hyper_parallel.core.rules.random import of_first_rank, share_state
 from hyper_parallel.core.tensor_parallel.api import parallelize_module
 from hyper_parallel.integrations.huggingface.api import parallelize_model
 from hyper_parallel.integrations.huggingface.lora import adapted_model
@@ -86,8 +90,14 @@ class Division:
         Raises:
             ValueError: for a missing plan, and for all models that `parallelize_model` and `fully_shard` refuse.
         """
-        if is_divided(model):
-            return
+        if not is_divided(model):
+            self._divide(model)
+        if self.count > 1 and self._fully_sharded:
+            # A forward gathers parameters on all ranks, but ranks end their words at different lengths. With this mark,
+            # `generate` of transformers runs the model on every rank until all ranks have ended.
+            adapted_model(model)._is_fsdp_managed_module = True
+
+    def _divide(self, model: Any) -> None:
         inner = adapted_model(model)
         of_transformers = hasattr(inner, "config") and hasattr(inner, "base_model")
         if self.tensor is not None and of_transformers:
@@ -111,6 +121,24 @@ class Division:
         fully_shard(model, mesh=self._data)
         if of_transformers and getattr(inner.config, "is_encoder_decoder", False):
             register_fsdp_forward_method(model, "generate")  # which calls the encoder by itself
+
+    def share_random_states(self) -> None:
+        """Give ranks that share a model the generator states of the first of them.
+
+        A loaded state is that of a rank of the saving job, whose ranks may have had different batches. All ranks must
+        call it.
+        """
+        if self.tensor is None or self.tensor.size() == 1:
+            return
+        share_state(self.tensor)
+        platform = self.tensor.platform
+        host, of_numpy, of_python = of_first_rank(
+            (platform.get_host_rng_state(), np.random.get_state(), random.getstate()), self.tensor
+        )
+        if host is not None:  # the device has generators of its own
+            platform.set_host_rng_state(host)
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
     def gather(self, x: Any) -> Any:
         """Return the values of all batches, concatenated along dimension 0, each batch once. The shapes must be

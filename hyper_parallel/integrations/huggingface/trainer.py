@@ -23,7 +23,8 @@ _KNOWN = "5.24"
 #: Attributes of a Trainer that this module replaces or uses.
 _NEEDED = (
     *("get_total_train_batch_size", "_save", "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler"),
-    *("_load_from_checkpoint", "_load_best_model", "evaluation_loop", "accelerator", "model", "args"),
+    *("_load_from_checkpoint", "_load_rng_state", "_load_best_model", "evaluation_loop", "prediction_step"),
+    *("accelerator", "model", "args"),
 )
 #: The folder of an optimizer's shards in a checkpoint, and the files of a Trainer without parallelism.
 _FOLDER, _WHOLE, _SCHEDULER = "optimizer", "optimizer.pt", "scheduler.pt"
@@ -123,17 +124,43 @@ class _Divided(_Base):
         self.gather_function = self.accelerator.gather_for_metrics
         return super().evaluation_loop(*args, **kwargs)
 
-    def prediction_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def prediction_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a batch with the mean over the tokens of this batch, as one process does.
 
-        In training the mean is over the tokens of all batches.
+        In training the mean is over the tokens of all batches. Samples that fill up the last batch are left out.
         """
+        from accelerate.utils import recursively_apply
+
         averages = self.args.average_tokens_across_devices
         self.args.average_tokens_across_devices = False
+        size, own = self._samples_of(inputs)
         try:
-            return super().prediction_step(*args, **kwargs)
+            if own == size:
+                return super().prediction_step(model, inputs, *args, **kwargs)
+            inputs = recursively_apply(lambda x: x[:own], inputs)
+            loss, *outputs = super().prediction_step(model, inputs, *args, **kwargs)
+            # All ranks gather equal shapes. The rows that are added here are dropped after that.
+            return loss, *recursively_apply(lambda x: _with_rows(x, own, size), outputs)
         finally:
             self.args.average_tokens_across_devices = averages
+
+    def _samples_of(self: Any, inputs: Any) -> tuple[int, int]:
+        """Return the number of samples of this rank's batch, and how many of them do not fill it up.
+
+        The numbers are equal where one is unknown: without a row for each sample in every tensor.
+        """
+        from accelerate.utils import recursively_apply
+
+        state = self.accelerator.gradient_state
+        sizes: set[int] = set()
+        recursively_apply(lambda x: sizes.add(len(x) if x.ndim else 0), inputs)
+        size = max(sizes, default=0)
+        total = getattr(state.active_dataloader, "total_batch_size", None)
+        known = sizes == {size} and total == size * self._division.count
+        if not known or not state.end_of_dataloader or state.remainder <= 0:
+            return size, size
+        own = min(max(state.remainder - self._division.index * size, 0), size)
+        return size, own or size  # nothing of a batch without samples of its own counts
 
     # ---------------------------------------------------------------------- saving
     def _save(self: Any, output_dir: Any = None, state_dict: Any = None) -> None:
@@ -169,6 +196,12 @@ class _Divided(_Base):
         if (folder / _SCHEDULER).is_file():
             self.lr_scheduler.load_state_dict(load(folder / _SCHEDULER))
 
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        """Load the generators' states. Ranks that share a model draw the same numbers, on any mesh."""
+        super()._load_rng_state(checkpoint)
+        if checkpoint is not None:
+            self._division.share_random_states()
+
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load full weights. Each rank reads its shard."""
         load_weights(self.model if model is None else model, Path(resume_from_checkpoint))
@@ -183,6 +216,13 @@ class _Nothing:
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+
+def _with_rows(x: Any, own: int, size: int) -> Any:
+    """Return an output of ``own`` samples, repeated up to the rows of ``size`` samples."""
+    if not x.ndim or len(x) % own:
+        return x
+    return x.repeat(-(-size // own), *(1 for _ in x.shape[1:]))[: len(x) // own * size]
 
 
 def _native(optimizer: Any) -> Any:
@@ -200,10 +240,10 @@ def load_weights(model: Any, folder: Path) -> None:
     if not adapters.is_file():
         load_pretrained(model, folder)
         return
-    # Names in files lack the name of the adapter, which names in the model contain.
+    # Names in files lack the name of the adapter, and of the holder of a module that is trained in full.
     names = {
-        name.replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name
-        for name, _ in model.named_parameters()
+        name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}"): name
+        for name in model.state_dict()
         for adapter in model.active_adapters
     }
 
