@@ -291,8 +291,8 @@ class _Steps:
         return getattr(self._scheduler, name)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Take one step for each of the ranks' batches, but no more steps than the schedule has. A schedule that reads a
-        metric takes one step."""
+        """Take one step for each of the ranks' batches, but no more steps than the schedule has. A schedule that reads
+        a metric takes one step."""
         total = getattr(self._scheduler, "total_steps", float("inf"))
         for _ in range(self._count if hasattr(self._scheduler, "_step_count") else 1):
             if getattr(self._scheduler, "_step_count", 0) <= total:

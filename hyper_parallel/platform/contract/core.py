@@ -47,8 +47,7 @@ class Core(CompiledLosses, PassServices, Protocol):
         """Check writes to ``xs`` that the framework is about to make without dispatch, as `before_write` does."""
 
     def notice_writes(self, xs: Iterable[Tensor] = ()) -> None:
-        """Finish the writes that `before_writes` checked, and others that the framework has counted. Called with
-        interception on."""
+        """Finish these writes, and others that the framework has counted. Called with interception on."""
 
     def outdate_views(self, x: Tensor) -> None:
         """Refuse later uses of views of ``x`` that had to move data: ``x`` gets another shape or other memory."""
@@ -80,8 +79,7 @@ class Core(CompiledLosses, PassServices, Protocol):
         or replicated if ``cut`` is None."""
 
     def cut_of_layout(self, layout: Layout) -> tuple[Mesh, int | None]:
-        """Invert `layout_of_cut`: return the mesh and the cut of ``layout``. Returns (None, None) unless ``layout`` is
-        replicated, or sharded evenly, on a 1-D mesh."""
+        """Invert `layout_of_cut`: return (mesh, cut), or (None, None) for uneven shards and other meshes."""
 
     def from_local(self, local: Tensor, layout: Layout) -> Any:
         """Return the DTensor with ``layout`` and the plain ``local`` as this rank's local tensor; differentiable."""
