@@ -62,8 +62,7 @@ def _places(arguments: tuple[Argument, ...], words: Words) -> dict[str, int]:
 
 # ------------------------------------------------------------------------------------------- binding by the signature
 def _numbers(words: Words) -> Callable[[Any], Any]:
-    """Return a function that applies `Words.number` to an argument, and to the items of a list or tuple, which it
-    returns as a tuple."""
+    """Return a function that applies `Words.number` to an argument, and to each item of a list or tuple."""
     number = words.number
 
     def numbers(value: Any) -> Any:
