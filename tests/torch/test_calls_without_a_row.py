@@ -5,10 +5,12 @@ A handler or a row that cannot tell the meaning of such a call raises `UnboundCa
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -121,3 +123,50 @@ def test_as_torch_does(pool: Any) -> None:
     first, second = pool.run(2, calls)
     assert first == second
     assert 5 < len(first) < len(CALLS), "some are errors, and some are not"
+
+
+#: name -> call of torch's factories, with the integer 4 and the float 6.
+FACTORIES: dict[str, Callable[[Any, Any], Any]] = {
+    "arange": lambda n, s: torch.arange(n),
+    "arange by name": lambda n, s: torch.arange(0, end=n, step=2),
+    "eye": lambda n, s: torch.eye(n, 2),
+    "full": lambda n, s: torch.full((2, n), s),
+    "full of a dtype": lambda n, s: torch.full((2,), fill_value=n, dtype=torch.float64),
+    "randint": lambda n, s: torch.randint(n - 1, n, (3,)),
+    "randperm": lambda n, s: torch.randperm(n).sort().values,
+    "scalar_tensor": lambda n, s: torch.scalar_tensor(s),
+    "tensor": lambda n, s: torch.tensor(s),
+    "tensor of integers": lambda n, s: torch.tensor(data=n),
+    "tensor of a list": lambda n, s: torch.tensor([s, s]),
+    "new_full": lambda n, s: s.new_full((n,), s),
+    "new_tensor": lambda n, s: s.new_tensor(s),
+}
+
+
+@on_mesh()
+def factories(mesh: Any) -> None:
+    """Check factories with a partial sum, and that patched ones are torch's own where nothing is distributed."""
+    four, six = torch.tensor([1, 3], device=device()), torch.tensor([2.5, 3.5], device=device())
+    for name, call in FACTORIES.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch.tensor of a tensor
+            wanted = call(four.sum(), six.sum())
+            got = call(shard(four, mesh, Shard(0)).sum(), shard(six, mesh, Shard(0)).sum())
+        assert got.dtype is wanted.dtype, name
+        close(got, wanted, name)
+    with pytest.raises(TypeError, match="must be Number"):
+        torch.full((2,), shard(six, mesh, Shard(0)).requires_grad_().sum())
+    with torch.device("meta"):
+        made = (torch.arange(3), torch.eye(2), torch.full((2,), 1.0), torch.randperm(2), torch.tensor(1.0))
+        assert {x.device.type for x in made} == {"meta"}
+    assert pickle.loads(pickle.dumps(torch.arange)) is torch.arange
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(x.shape[0]) + torch.full((2,), x.sum()) + torch.tensor([x.shape[0], 1.0])
+
+    close(compiled(torch.ones(2)), torch.tensor([5.0, 5.0]), "compiled")
+
+
+def test_factories(pool: Any) -> None:
+    pool.run(2, factories)

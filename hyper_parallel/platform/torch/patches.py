@@ -19,7 +19,7 @@ from hyper_parallel.platform.torch.basics.tensor import State
 from hyper_parallel.platform.torch.compiled import flex
 from hyper_parallel.platform.torch.compiler import dynamo, guards
 from hyper_parallel.platform.torch.gradients import autograd, recomputed
-from hyper_parallel.platform.torch.handlers import clipping, copying, functions, masked, optimizers
+from hyper_parallel.platform.torch.handlers import clipping, copying, factories, functions, masked, optimizers
 from hyper_parallel.platform.torch.modules import fully_sharded
 from hyper_parallel.platform.torch.native import checkpoints, native_meshes, whole_states
 
@@ -76,6 +76,11 @@ def _list_types(module: str) -> Patch:
 def _loss(name: str) -> Patch:
     reason = "plain logits of a column-parallel head, this rank's shard of the classes, are taken for all of them"
     return _optional(f"torch.nn.functional.{name}", reason, class_losses.whole_classes_only)
+
+
+def _factory(name: str) -> Patch:
+    reason = "a distributed number, which torch reads below Python, is this rank's summand of a partial sum"
+    return _patch(f"torch.{name}", reason, partial(factories.taking_numbers, name), check=factories.is_factory)
 
 
 def _transform(target: str, function: Callable) -> Patch:
@@ -160,6 +165,7 @@ PATCHES = PatchSet(
         ),
         _clipping("clip_grad_value_", "clip_grad_value_", clipping.value_clipping, "parameters clip_value foreach"),
         *map(_loss, ("cross_entropy", "nll_loss")),
+        *map(_factory, factories.FACTORIES),
         _optional(
             "torch._weights_only_unpickler._marked_safe_globals_set[]",
             "``torch.load(weights_only=True)`` refuses DTensors",
@@ -281,6 +287,12 @@ PATCHES = PatchSet(
             "in compiled code a loss of distributed logits is that of this rank's shard of the classes",
             class_losses.both_overridable,
             check=takes(""),
+            after=f"{_DYNAMO}.variables.torch",
+        ),
+        _optional(
+            f"{_DYNAMO}.variables.torch.TorchInGraphFunctionVariable._get_handlers",
+            "compiled code leaves the graph where it calls ``torch.full`` or ``torch.tensor`` with a tensor's number",
+            factories.both_handled,
             after=f"{_DYNAMO}.variables.torch",
         ),
         _patch(
