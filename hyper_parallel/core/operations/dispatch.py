@@ -147,9 +147,8 @@ class _Recipe:
             for i in sums:
                 new[i] = redistribute(new[i], new[i]._layout.cotangent)
         layouts = tuple([operand_key(x) for x in new])
-        return _find_recipe(self.op, self.canonical, func, tuple(new), layouts, static_args)(
-            func, tuple(new), static_args
-        )
+        recipe: Any = _find_recipe(self.op, self.canonical, func, tuple(new), layouts, static_args)
+        return recipe(func, tuple(new), static_args)
 
     def _not_linear(self, before: Sequence[Any], after: Any) -> list[int]:
         """Return the operands, of the tensors ``before``, whose partial sums a conversion to the dtype of ``after``

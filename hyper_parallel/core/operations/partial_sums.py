@@ -2,13 +2,13 @@
 
 A rule names the operands in which an operation is linear, from shapes alone. A call may not be linear all the same:
 
-* A conversion to integers rounds, a conversion to a dtype of a smaller range overflows, and a conversion of integers
-  loses digits. Summands differ from their sum there: they may be far larger.
-* A factor that is not finite, or a divisor zero, makes NaN of a summand zero and of summands of both signs.
+* Summands may be far larger than their sum. A conversion to integers rounds them.
+* A conversion to a dtype of a smaller range lets summands overflow. A conversion of integers loses digits.
+* An infinite factor, or a divisor zero, makes NaN of summands of both signs.
 
 Such a call runs on the completed sums. Ranks agree about that without communication: all of them know dtypes and
-numbers. A conversion between floating point dtypes that does not reduce the range keeps partial sums partial. Mixed
-precision converts between float32 and bfloat16, so it needs no additional collective.
+numbers. Other conversions between floating point dtypes keep partial sums partial. Mixed precision converts between
+float32 and bfloat16, so it needs no additional collective.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Partial sums that an operation must complete first, because it is not linear for the dtypes or numbers of a call."""
+"""Partial sums that an operation completes first: it is not linear for the dtypes or numbers of a call."""
 
 from __future__ import annotations
 
