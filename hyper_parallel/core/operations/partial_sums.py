@@ -7,8 +7,8 @@ A rule names the operands in which an operation is linear, from shapes alone. A 
 * An infinite factor, or a divisor of zero, turns a zero summand into NaN. Summands of both signs become NaN too.
 
 Such a call runs on the completed sums. Ranks agree about that without communication: all of them know dtypes and
-numbers. A conversion between floating point dtypes that does not reduce the range keeps partial sums partial. Mixed
-precision converts between float32 and bfloat16, so it needs no additional collective.
+numbers. Other conversions between floating point dtypes keep partial sums partial. Mixed precision converts between
+float32 and bfloat16, so it needs no additional collective.
 """
 
 from __future__ import annotations
