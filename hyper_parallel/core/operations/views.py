@@ -254,7 +254,7 @@ def _finish_write(family: Family, x: Any = None) -> None:
             _outdate(child)
         else:
             child.source.note_base()
-    source = family.source
+    source: Any = family.source
     if source is not None:
         source.busy = True
         try:
@@ -303,7 +303,7 @@ def notice_writes(xs: Iterable[Any] = ()) -> None:
             with x._layout.mesh.platform.no_grad():
                 _finish_write(family)
     for family in list(_MOVED):
-        source = family.source
+        source: Any = family.source
         platform = source.copy._layout.mesh.platform
         if not platform.counts_writes or family not in _MOVED:
             continue

@@ -90,7 +90,7 @@ def _number_of(item: Any) -> Any:
         whole = not (item.dim() or _is_bool(item) or dtype.is_floating_point or dtype.is_complex)
         return item.item() if whole and not item.is_meta else item
     if isinstance(item, (np.generic, np.ndarray)) and not item.ndim and item.dtype.kind in "iub":
-        return int(item)
+        return int(item.item())
     return item
 
 
