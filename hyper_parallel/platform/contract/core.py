@@ -37,8 +37,7 @@ class Core(CompiledLosses, PassServices, Protocol):
 
     # ------------------------------------------------------------------------------------ memory
     def before_write(self, x: Tensor) -> None:
-        """Check a write that the backend itself is about to make to the DTensor ``x``. Raises ValueError on all ranks
-        if tensors that share memory with ``x`` on a single device would miss the write."""
+        """Raise ValueError, on all ranks, if tensors that share memory on one device would miss a write to ``x``."""
 
     def after_write(self, x: Tensor) -> None:
         """Finish a write that `before_write` checked. Called with interception on."""
@@ -47,8 +46,9 @@ class Core(CompiledLosses, PassServices, Protocol):
         """Check writes to ``xs`` that the framework is about to make without dispatch, as `before_write` does."""
 
     def notice_writes(self, xs: Iterable[Tensor] = ()) -> None:
-        """Finish the writes that `before_writes` checked, and others that the framework has counted. Called with
-        interception on."""
+        """Finish these writes, and others that the framework has counted. Called with interception on."""
+
+    moved_views: set[Any]  #: views in use that had to move data; `notice_writes` does nothing without any
 
     def outdate_views(self, x: Tensor) -> None:
         """Refuse later uses of views of ``x`` that had to move data: ``x`` gets another shape or other memory."""
