@@ -34,6 +34,7 @@ class Services:
     implicit_replication = staticmethod(modes.implicit_replication)
     before_write, after_write = staticmethod(views.before_write), staticmethod(views.after_write)
     before_writes, notice_writes = staticmethod(views.before_writes), staticmethod(views.notice_writes)
+    moved_views = views.MOVED
     outdate_views, share_memory = staticmethod(views.outdate_views), staticmethod(views.share)
     is_contiguous = staticmethod(memory_order.is_contiguous_whole)
     open_block = staticmethod(open_block)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet, ref
+from weakref import ref
 
 from hyper_parallel.core.communication.read_past import forget_sources
 
@@ -111,8 +111,8 @@ class _Source:
             )
 
 
-#: Families of the views that had to move data and are in use. Code that writes without dispatch reads it.
-_MOVED: WeakSet[Family] = WeakSet()
+#: References to the families of views that had to move data and are in use. Code that writes without dispatch reads it.
+MOVED: set[ref[Family]] = set()
 
 
 def _count_of(x: Any) -> int:
@@ -200,7 +200,7 @@ def follow(x: Any, results: Any, backs: Any, what: str) -> None:
         family = Family(y)
         family.source = _Source(x, platform.wrap(platform.alias(y), y._layout), back, call, what)
         x._family.add_child(family)
-        _MOVED.add(family)
+        MOVED.add(ref(family, MOVED.discard))
 
 
 def before_write(x: Any) -> None:
@@ -274,7 +274,7 @@ def before_writes(xs: Iterable[Any]) -> None:
     Raises:
         ValueError: on every rank, as `before_write` does, and if one tensor is a view of another whose data moved.
     """
-    if not _MOVED:
+    if not MOVED:
         return
     families = [family for x in xs if (family := getattr(x, "_family", None)) is not None]
     for family in families:
@@ -299,17 +299,17 @@ def notice_writes(xs: Iterable[Any] = ()) -> None:
     Raises:
         ValueError: when a view was written to whose write cannot reach its base.
     """
-    if not _MOVED:
+    if not MOVED:
         return
     for x in xs:
         family = getattr(x, "_family", None)
-        if family is not None and (family.source is None or family in _MOVED):  # a stale view is left alone
+        if family is not None and (family.source is None or ref(family) in MOVED):  # a stale view is left alone
             with x._layout.mesh.platform.no_grad():
                 _finish_write(family)
-    for family in list(_MOVED):
+    for family in [found for reference in [*MOVED] if (found := reference()) is not None]:
         source: Any = family.source
         platform = source.copy._layout.mesh.platform
-        if not platform.counts_writes or family not in _MOVED:
+        if not platform.counts_writes or ref(family) not in MOVED:
             continue
         if source.is_base_written():
             _outdate(family)
@@ -326,7 +326,7 @@ def outdate_views(x: Any) -> None:
 
 
 def _outdate(family: Any) -> None:
-    _MOVED.discard(family)
+    MOVED.discard(ref(family))
     for member in family.members:
         x = member()
         if x is not None and "_layout" in x.__dict__:

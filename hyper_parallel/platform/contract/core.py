@@ -37,8 +37,7 @@ class Core(CompiledLosses, PassServices, Protocol):
 
     # ------------------------------------------------------------------------------------ memory
     def before_write(self, x: Tensor) -> None:
-        """Check a write that the backend itself is about to make to the DTensor ``x``. Raises ValueError on all ranks
-        if, unlike on a single device, another tensor would miss the write."""
+        """Raise ValueError, on all ranks, if tensors that share memory on one device would miss a write to ``x``."""
 
     def after_write(self, x: Tensor) -> None:
         """Finish a write that `before_write` checked. Called with interception on."""
@@ -48,6 +47,9 @@ class Core(CompiledLosses, PassServices, Protocol):
 
     def notice_writes(self, xs: Iterable[Tensor] = ()) -> None:
         """Finish these writes, and others that the framework has counted. Called with interception on."""
+
+    #: Views in use that had to move data. Without any, `notice_writes` does nothing.
+    moved_views: set[Any]
 
     def outdate_views(self, x: Tensor) -> None:
         """Refuse later uses of views of ``x`` that had to move data: ``x`` gets another shape or other memory."""

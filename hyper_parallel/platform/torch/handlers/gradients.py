@@ -153,7 +153,7 @@ def _run(
         allow_unreachable=allow_unreachable,
         accumulate_grad=accumulate,
     )
-    if accumulate:  # in place, into gradients whose views may be in use
+    if accumulate and State.core.moved_views:  # in place, into gradients whose views may be in use
         State.core.notice_writes()
     return found
 
