@@ -64,11 +64,11 @@ def test_what_a_dry_run_leaves_behind() -> None:
     ms.set_seed(4)
     model = Drops().set_train()
     ops.dropout(x, 0.5)
-    before, parts, of_datasets = platform.get_rng_state(), dict(LocalGradients.parts), ds.config.get_seed()
+    before, parts, of_datasets = platform.get_rng_state(), LocalGradients.parts, ds.config.get_seed()
     explain(model, 2, {"up": ColwiseParallel()}, x)
     after = platform.get_rng_state()
     assert after[1:3] == before[1:3] and (after[0] == before[0]).all() and (after[3][1] == before[3][1]).all()
-    assert dict(LocalGradients.parts) == parts and ds.config.get_seed() == of_datasets
+    assert LocalGradients.parts is parts and ds.config.get_seed() == of_datasets
     ds.config.set_seed(77)
     platform.set_rng_state(before)
     assert ds.config.get_seed() == 77

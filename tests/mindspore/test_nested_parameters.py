@@ -92,7 +92,7 @@ CLIPS: dict[str, Any] = {
 def clipped(mesh: Any, name: str) -> None:
     rng = np.random.default_rng(3)
     arrays = [rng.standard_normal(shape).astype(np.float32) for shape, _ in PLACED]
-    LocalGradients.parts.clear()  # of tests before, which parts of gradients may have come from
+    LocalGradients.forget()  # of the test before, which parts of gradients may have come from
     wanted = CLIPS[name](tuple(Tensor(a) for a in arrays))
     gradients = [distribute_tensor(Tensor(a), mesh, at) for a, (_, at) in zip(arrays, PLACED, strict=True)]
     # Those of the tensors that tensor parallelism leaves whole are on the mesh of data parallelism alone.

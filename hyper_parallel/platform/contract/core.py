@@ -48,8 +48,7 @@ class Core(CompiledLosses, PassServices, Protocol):
     def notice_writes(self, xs: Iterable[Tensor] = ()) -> None:
         """Finish these writes, and others that the framework has counted. Called with interception on."""
 
-    #: Views in use that had to move data. Without any, `notice_writes` does nothing.
-    moved_views: set[Any]
+    moved_views: set[Any]  #: views in use that had to move data: without any, `notice_writes` does nothing
 
     def outdate_views(self, x: Tensor) -> None:
         """Refuse later uses of views of ``x`` that had to move data: ``x`` gets another shape or other memory."""

@@ -1,16 +1,15 @@
 """Plain gradients of distributed parameters, which MindSpore's own functions return: each rank's shard.
 
-Such a tensor looks like any other, but its norm is not the norm of the full gradient. So the gradients of a backward
-are marked. Functions that need full gradients read the layout of the full gradient from the mark. A tensor computed
-from marked tensors has no mark. Clipping and similar functions reject an unmarked tensor that has the shape of some
-rank's shard. All ranks make the same decision, because the shapes of all ranks' shards count.
+Such a tensor looks like any other, but its norm is not the norm of the full gradient. So the gradients of the last
+backward are marked. Functions that need full gradients read the layout of the full gradient from the mark. A tensor
+computed from marked tensors has no mark. Clipping and similar functions reject an unmarked tensor that has the shape of
+some rank's shard. All ranks make the same decision, because the shapes of all ranks' shards count.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from itertools import count
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from mindspore import Tensor
@@ -19,22 +18,13 @@ from mindspore.ops.composite.base import _Grad
 __all__ = ["LocalGradients", "is_part", "layout_of_gradient"]
 
 _MARK = "_hp_gradient_layout"
-#: Attribute of a parameter: its number in `LocalGradients`.
-_NUMBER = "_hp_gradient_number"
 
 
 class LocalGradients:
-    """Gradients that the program may still hold: those of the last backward, and of all parameters that no optimizer
-    has updated since their backward. A program may add up gradients over several backward passes."""
+    """Gradients of the last backward."""
 
-    #: Number of a parameter -> layout of its sharded gradient. Numbers are given in the order of the program, which
-    #: is the same on all ranks.
-    parts: ClassVar[dict[int, Any]] = {}
-    #: Numbers of parameters that an optimizer has updated since the last backward.
-    updated: ClassVar[set[int]] = set()
-    #: Numbers of parameters whose gradients the last backward has added to ``parts``.
-    added: ClassVar[tuple[int, ...]] = ()
-    numbers: ClassVar[Iterator[int]] = count()
+    #: Layouts of the sharded gradients.
+    parts: ClassVar[tuple[Any, ...]] = ()
     #: Whether the warning about sharded gradients was given.
     told: ClassVar[bool] = False
 
@@ -68,30 +58,11 @@ class LocalGradients:
     def expect(cls, sources: Iterable[Any]) -> list[Any]:
         """Return layouts of the gradients of ``sources``. From now on, plain tensors of the program may be shards of
         these gradients."""
-        for number in cls.updated:
-            cls.parts.pop(number, None)
-        cls.updated.clear()
-        layouts, added = [], []
-        for source in sources:
-            layout = getattr(source, "_layout", None)
-            layouts.append(layout)
-            # Another rank may have no dry run.
-            if layout is not None and is_part(layout.cotangent) and not layout.mesh.platform.sends_nothing:
-                own = source.__dict__
-                number = own.get(_NUMBER)
-                if number is None:
-                    number = own[_NUMBER] = next(cls.numbers)
-                if number not in cls.parts:
-                    added.append(number)
-                cls.parts[number] = layout.cotangent
-        cls.added = tuple(added)
+        layouts = [getattr(source, "_layout", None) for source in sources]
+        if any(x is not None and x.mesh.platform.sends_nothing for x in layouts):
+            return layouts  # a dry run, which other ranks may not have
+        cls.parts = tuple(dict.fromkeys(x.cotangent for x in layouts if x is not None and is_part(x.cotangent)))
         return layouts
-
-    @classmethod
-    def update(cls, parameters: Iterable[Any]) -> None:
-        """Note that an optimizer has updated the parameters: the program needs their gradients no more."""
-        if cls.parts:
-            cls.updated.update(p.__dict__[_NUMBER] for p in parameters if _NUMBER in p.__dict__)
 
     @staticmethod
     def mark_one(gradient: Any, layout: Any) -> None:
@@ -115,17 +86,15 @@ class LocalGradients:
 
     @classmethod
     def forget(cls) -> None:
-        """Note that the program does not receive the local gradients of the last backward."""
-        for number in cls.added:
-            cls.parts.pop(number, None)
-        cls.added = ()
+        """Note that the program does not receive the local gradients."""
+        cls.parts = ()
 
     @classmethod
     def could_have(cls, gradient: Any) -> Any:
         """Return the layout of a gradient that the plain, unmarked ``gradient`` may have been computed from, or
         None."""
         shape = tuple(gradient.shape)
-        return next((layout for layout in dict.fromkeys(cls.parts.values()) if layout.may_be_local(shape)), None)
+        return next((layout for layout in cls.parts if layout.may_be_local(shape)), None)
 
 
 def is_part(layout: Any) -> bool:

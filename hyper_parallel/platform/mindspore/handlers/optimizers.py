@@ -19,7 +19,6 @@ from mindspore.communication import get_process_group_ranks
 
 from hyper_parallel.platform.mindspore.basics.private import GlobalComm
 from hyper_parallel.platform.mindspore.gradients.grad import wrap_gradients
-from hyper_parallel.platform.mindspore.gradients.local_gradients import LocalGradients
 from hyper_parallel.platform.mindspore.tensors.observation import watched_step
 from hyper_parallel.platform.mindspore.tensors.tensor import InterceptedTensor, NoDispatch, is_dispatching
 
@@ -37,7 +36,6 @@ def optimizer_call(original: Callable, optimizer: Any, *args: Any, **kwargs: Any
 def _step(original: Callable, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     elementwise = _is_elementwise(optimizer)
     _check_means(optimizer)
-    LocalGradients.update(optimizer.parameters)
     if is_dispatching():
         args = tuple(_placed_as_parameters(optimizer, arg) for arg in args)
         kwargs = {name: _placed_as_parameters(optimizer, arg) for name, arg in kwargs.items()}
