@@ -20,8 +20,8 @@ Mesh = Any
 class Core(CompiledLosses, PassServices, Protocol):
     """Services of core for a backend.
 
-    Besides `dispatch`, these serve other uses of tensors in a framework: clipping, gradients, hooks, copies, its own
-    collectives. A backend whose framework lacks a feature needs no service for it.
+    Besides `dispatch`, these serve clipping, gradients, hooks, copies and the framework's own collectives. A backend
+    needs no service for a feature that its framework lacks.
     """
 
     # ------------------------------------------------------------------------------------ operations
@@ -110,8 +110,7 @@ class Core(CompiledLosses, PassServices, Protocol):
     def norms_over_ranks(
         self, norms: Sequence[Tensor], layouts: Sequence[Layout | None], order: float
     ) -> Sequence[Tensor]:
-        """Return the norms of full tensors, computed from ``norms`` of local tensors, which may be overwritten. For
-        ``order`` 0 or 1, these are sums over ranks."""
+        """Return norms of full tensors, from ``norms`` of local tensors, which may be overwritten."""
 
     def largest_over_ranks(self, value: Tensor, layouts: Sequence[Layout | None]) -> Tensor:
         """Return the maximum of ``value`` over all ranks that share a sharded tensor. ``value`` may be overwritten."""
