@@ -106,7 +106,7 @@ def test_several_tensors_of_files_are_one_of_the_model() -> None:
     assert {part.sizes for part in both.parts} == {(1, 2, 3)}
     with pytest.raises(
         ValueError,
-        match="applies Chunk to 4 tensors of the files.* not supported here: load the model with from_pretrained",
+        match=r"applies Chunk to 4 tensors of the files.* not supported here: load the model with from_pretrained",
     ):
         one_of("a", experts, converter(Chunk(dim=0)))
     with pytest.raises(ValueError, match=r"lack parts of 'a'"):
