@@ -78,6 +78,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "searchsorted of a number": lambda v: torch.searchsorted(v.sort().values, 0.25),
     "narrow from nowhere": lambda x: x.narrow(0, None, 2),
     "repeat_interleave along a tensor": lambda x, n: x.repeat_interleave(2, dim=n),
+    "a pool as wide as a number with a gradient": lambda x: F.max_pool1d(x, torch.ones((), requires_grad=True)),
     "one_hot of nothing": lambda i: F.one_hot(i[:0]),
     "norm of an unknown kind": lambda x: torch.norm(x, "two"),
     "inner into a tensor": lambda x: torch.inner(x, x, out=x.clone()),

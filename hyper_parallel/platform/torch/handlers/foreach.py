@@ -46,6 +46,9 @@ def on_locals(func: Any, args: tuple, kwargs: dict) -> Any:
         State.core.before_write(x)
     with no_dispatch():
         results = func(*args, **kwargs)
+        for x in _tensors(args, kwargs) if writes else ():
+            if x._gathered is not None or x._summands is not None:  # not all versions of torch count these writes
+                State.core.forget_history(x)
     for x in shared:
         State.core.after_write(x)
     if results is None:

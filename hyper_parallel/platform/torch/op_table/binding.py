@@ -64,14 +64,6 @@ def number_in(value: Any) -> Any:
     return value if not isinstance(value, Tensor) or value.dim() or value.requires_grad else value.item()
 
 
-def _number(value: Any) -> Any:
-    """Return an argument that must be a number. A call with None or several numbers runs on gathered operands."""
-    value = number_in(value)
-    if value is None or isinstance(value, Tensor):
-        raise UnboundCallError
-    return value
-
-
 def _sizes_of_parts(size: Any) -> Any:
     """Return the size of each part, or the sizes of all parts."""
     size = number_in(size)
@@ -118,7 +110,6 @@ WORDS = Words(
         "dim1": "axis1",
     },
     conversions={
-        **dict.fromkeys(("repeats", "repeated_dim", "start"), _number),
         # An older overload of std and var has ``unbiased`` in the position of dimensions.
         "dims": lambda dims: None if isinstance(dims, bool) else dims_of(dims),
         "num_classes": _number_of_classes,
