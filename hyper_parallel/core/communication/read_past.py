@@ -35,7 +35,8 @@ def forget_sources(x: Any) -> None:
 
 
 def forget_history(x: Any) -> None:
-    """Forget the tensors that the DTensor ``x`` was made from, after it was detached in place. Interception is off."""
+    """Forget the tensors that the DTensor ``x`` was made from, after the framework detached or wrote ``x`` in place.
+    Interception is off."""
     x._layout.mesh.platform.clear_cache(x)
     forget_sources(x)
 

@@ -109,8 +109,8 @@ class PassServices(Protocol):
         Raises ValueError on all ranks if an earlier operation has read past it."""
 
     def forget_history(self, x: Tensor) -> None:
-        """Forget the tensors that the DTensor ``x`` was made from, after the framework detached it in place.
-        Interception is off."""
+        """Forget the tensors that the DTensor ``x`` was made from, after the framework detached or wrote ``x`` in
+        place. Interception is off."""
 
     def failed_in_backward(self, error: Exception, meshes: Iterable[Mesh]) -> None:
         """Tell the other ranks of ``meshes`` that a backward pass raised ``error`` (`Platform.tell_of_failure`)."""

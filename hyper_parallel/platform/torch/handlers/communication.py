@@ -96,8 +96,6 @@ def between_two(func: Any, args: tuple, kwargs: dict) -> Any:
 def _on_local(func: Any, args: tuple, kwargs: dict) -> Any:
     with no_dispatch():
         result = func(*args, **kwargs)
-    for x in _dtensors([*args, *kwargs.values()]):
-        # The caches were computed from earlier values.
-        x.__dict__.pop("_cached", None)
-        x._gathered = x._summands = None
+        for x in _dtensors([*args, *kwargs.values()]):
+            State.core.forget_history(x)  # which was that of earlier values
     return result

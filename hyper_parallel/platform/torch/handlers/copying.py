@@ -10,17 +10,14 @@ from torch import Tensor
 from torch._C import DisableTorchFunctionSubclass as no_dispatch
 
 from hyper_parallel.platform.torch.basics.tensor import State, is_dtensor, wrap
+from hyper_parallel.platform.torch.handlers.gradients import FACTS
 from hyper_parallel.platform.torch.op_table.binding import words
 
 __all__ = ["copy_dtensor", "deepcopy_dtensor", "needed_to_load", "rebuild_dtensor", "reduce_dtensor"]
 
 
 #: Attributes that belong to one object only: set by torch, by `wrap` and by core.
-_OWN = words(
-    """
-_layout _cached _is_param _gathered _origin _summands _read_past _plain _ties _writes _family _strides _out_of_date
-"""
-)
+_OWN = (*FACTS, *words("_layout _is_param _writes _out_of_date"))
 
 
 def deepcopy_dtensor(x: Any, memo: dict[int, Any]) -> Any:

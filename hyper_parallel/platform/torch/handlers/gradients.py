@@ -20,7 +20,7 @@ from hyper_parallel.platform.torch.basics.tensor import State, handles, is_dtens
 from hyper_parallel.platform.torch.gradients.autograd import telling_engine
 from hyper_parallel.platform.torch.op_table.binding import words
 
-__all__ = ["forget_data", "take_memory"]
+__all__ = ["FACTS", "forget_data", "take_memory"]
 
 _run_engine = telling_engine(run_engine)
 
@@ -90,13 +90,13 @@ def take_memory(x: Any, other: Any, exchange: Callable[[Any, Any], Any]) -> None
 
 
 #: Attributes of a DTensor that depend on its data or shape.
-_FACTS = words("_cached _gathered _origin _summands _read_past _plain _family _strides _ties")
+FACTS = words("_cached _gathered _origin _summands _read_past _plain _family _strides _ties")
 
 
 def forget_data(x: Any) -> None:
     """Discard values cached for the previous data or shape of ``x``. Also count the change, since torch does not count
     it."""
-    for name in _FACTS:
+    for name in FACTS:
         x.__dict__.pop(name, None)
     x._writes += 1
 
