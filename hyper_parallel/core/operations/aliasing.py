@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 #: Takes the place of the strides of a view if the result is a copy.
 _COPY: Any = "copy"
 
-#: A function ``after(operands, result)``.
-After = Callable[[tuple, Any], None]
+#: A function ``after(operands, result)`` that returns the result, or tensors in place of it.
+After = Callable[[tuple, Any], Any]
 
 
 class Aliasing:
@@ -40,7 +40,8 @@ class Aliasing:
     Attributes:
         copies: ``copies(operand 0)`` returns whether the local operation must run on a copy of the operand; None for
             never.
-        after: function ``after(operands, result)`` on DTensors, called with interception off; None for no action.
+        after: function ``after(operands, result)`` on DTensors, called with interception off. It returns the result,
+            or tensors in place of it. None for no action.
         is_view: whether the result shares the memory of operand 0, or may share it.
     """
 
@@ -130,21 +131,23 @@ def is_moved(have: Layout, read: Layout | None) -> bool:
 
 
 # ---------------------------------------------------------------------------- local strides determine the global ones
-def _share(operands: tuple, result: Any) -> None:
+def _share(operands: tuple, result: Any) -> Any:
     x = operands[0]
     for y in result if isinstance(result, (tuple, list)) else (result,):
         share(x, y)
         if x._strides is UNKNOWN:
             y._strides = UNKNOWN
+    return result
 
 
-def _share_where_viewed(operands: tuple, result: Any) -> None:
+def _share_where_viewed(operands: tuple, result: Any) -> Any:
     x, platform = operands[0], operands[0]._layout.mesh.platform
     if x._strides is UNKNOWN:
         if x is not result:
             part(x, result)
     elif is_contiguous(platform.shape_of(x), platform.strides(x)) or platform.same_memory(x, result):
         share(x, result)
+    return result
 
 
 #: `CanonicalOp.memory` -> aliasing steps if local strides determine the global ones.
@@ -159,20 +162,21 @@ def _following(view: _View, layout: Layout, name: str) -> After:
 
     noted = bind_noted_strides(layout)
 
-    def after(operands: tuple, result: Any) -> None:
+    def after(operands: tuple, result: Any) -> Any:
         x = operands[0]
-        results = result if isinstance(result, (tuple, list)) else (result,)
+        several = isinstance(result, (tuple, list))
         own = noted(x)
         if own is UNKNOWN and not view.always:
             part(x, result)
-            return
+            return result
         found = view.tracked(own)
         if _COPY in found:
-            return
-        for y, strides in zip(results, found, strict=True):
+            return result
+        views = follow(x, result if several else (result,), backs, name)
+        for y, strides in zip(views, found, strict=True):
             if strides is not None:
                 y._strides = strides
-        follow(x, results, backs, name)
+        return type(result)(views) if several else views[0]
 
     return after
 
@@ -200,7 +204,7 @@ def _tracking(view: _View, layout: Layout) -> Aliasing:
         strides = x._strides if local is None else x._strides or local(x)
         return known[strides][0] is _COPY or (strides is UNKNOWN and not view.always)
 
-    def after(operands: tuple, result: Any) -> None:
+    def after(operands: tuple, result: Any) -> Any:
         x = operands[0]
         results = result if isinstance(result, (tuple, list)) else (result,)
         own = x._strides if local is None else x._strides or local(x)
@@ -213,6 +217,7 @@ def _tracking(view: _View, layout: Layout) -> Aliasing:
             if strides is not None:
                 y._strides = strides
             share(x, y)
+        return result
 
     return Aliasing(copies if not view.always else None, after, True)
 
@@ -234,9 +239,9 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
     decides = op.memory == "ordered" and tuple(layouts[first].shape) == shape  # unless the operand is expanded
     telling = [(i, bind_noted_strides(x)) for i, x in given if x.tells_strides and tuple(x.shape) == shape]
 
-    def after(operands: tuple, result: Any) -> None:
+    def after(operands: tuple, result: Any) -> Any:
         if result is operands[first]:  # as dropout outside training
-            return
+            return result
         tracked = False
         for x in operands:
             if getattr(x, "_strides", None) is not None:
@@ -246,14 +251,15 @@ def _carrying(op: CanonicalOp, layouts: tuple, strategy: Strategy) -> Aliasing |
             if (strides := noted(operands[i])) is not None:
                 tracked, own = True, strides if i == first else own
         if not tracked:
-            return
+            return result
         if count > 1:
             for y in result[:count]:  # the rule may not describe the last results
                 y._strides = UNKNOWN
-            return
+            return result
         strides = _ORDERS[shape, own] if decides and own is not UNKNOWN else UNKNOWN
         if strides is not None:
             result._strides = strides
+        return result
 
     return Aliasing(None, after)
 

@@ -117,9 +117,7 @@ def _bind_local(recipe: Any, take: Take, static_args: Any) -> Run:
                 local_operands[0] = clone(local_operands[0])
             y = call(func, local_operands, static_args)
             y = wrap_several(y) if isinstance(y, (tuple, list)) else wrap(y, result)
-            if after is not None:
-                after(operands, y)
-            return y
+            return y if after is None else after(operands, y)
 
     return run if not reads and after is copies is None else read_and_run
 

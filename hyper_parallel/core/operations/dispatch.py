@@ -197,9 +197,7 @@ class _Recipe:
                 if self.sums and self._not_linear(local_operands, result[0] if several else result):
                     return self._run_completed(func, operands, given, self.sums)
                 result = self.wrap_several(result) if several else self.wrap(result, self.result)
-                if self.after is not None:
-                    self.after(operands, result)
-                return result
+                return result if self.after is None else self.after(operands, result)
             forget_value(operands[0], self.mesh.platform)
         after_write(operands[0])
         return operands[0]

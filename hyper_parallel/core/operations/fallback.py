@@ -100,10 +100,11 @@ def run_gathered(func: Any, args: tuple, kwargs: dict, op: NativeOp | None = Non
         result = _map(wrap, result)
     for operand in changed:
         after_write(operand.x)
+    views: dict[int, Any] = {}
     with platform.no_dispatch():
         for operand in given:
-            operand.note_views(result, name)
-    return result
+            views |= operand.note_views(result, name)
+    return _map(lambda y: views.get(id(y), y), result) if views else result
 
 
 class _Given:
@@ -151,15 +152,16 @@ class _Given:
         forget_value(x, platform)
         return True
 
-    def note_views(self, result: Any, name: str) -> None:
-        """Register results that are views of the operand."""
-        x = self.x
+    def note_views(self, result: Any, name: str) -> dict[int, Any]:
+        """Register results that are views of the operand. Return result id -> the tensor that takes its place."""
+        x, views = self.x, {}
         for y in _dtensors(result):
             if y is not x and y._layout.mesh.platform.same_memory(self.whole, y):
                 if is_moved(x._layout, x._layout.with_placements(y._layout.placements)):
-                    follow(x, (y,), (None,), name)
+                    views[id(y)] = follow(x, (y,), (None,), name)[0]
                 else:
                     share(x, y)
+        return views
 
 
 def tell_of_failure_in(error: Exception, func: Any, args: tuple, kwargs: dict) -> None:

@@ -64,7 +64,7 @@ class _Source:
 
     Attributes:
         base: the base tensor.
-        copy: an alias of the view outside its family, which avoids a reference cycle.
+        copy: the result of the operation, outside the view's family. The view is an alias of it.
         back: ``back(base, copy)`` writes the view to the base; None if that is impossible.
         call: a marker that the views of one call share. These views do not overlap.
         what: the operation, for messages.
@@ -184,23 +184,29 @@ def _all_of(family: Any) -> tuple[ref[Family], ...]:
     return (ref(family),) if source is None else (ref(family), *_all_of(source.base._family))
 
 
-def follow(x: Any, results: Any, backs: Any, what: str) -> None:
-    """Register ``results`` as copies that would be views of ``x`` on a single device.
+def follow(x: Any, results: Any, backs: Any, what: str) -> list[Any]:
+    """Return views of ``x`` with the data of ``results``, which are copies, but would be views on a single device.
+
+    Each view is an alias of a result, which the view's source keeps. A source that kept an alias of the view would never
+    end: an alias refers to its tensor where no garbage collector looks.
 
     Args:
         x: the base.
-        results: the views that one call returned.
+        results: the results of one call.
         backs: for each view, a function ``back(x, view)`` that writes it to the base, or None.
         what: the operation, for messages.
     """
     if x._family is None:
         Family(x)
-    platform, call = x._layout.mesh.platform, object()
+    platform, call, views = x._layout.mesh.platform, object(), []
     for y, back in zip(results, backs, strict=True):
-        family = Family(y)
-        family.source = _Source(x, platform.wrap(platform.alias(y), y._layout), back, call, what)
+        view = platform.wrap(platform.alias(y), y._layout)
+        family = Family(view)
+        family.source = _Source(x, y, back, call, what)
         x._family.add_child(family)
         MOVED.add(ref(family, MOVED.discard))
+        views.append(view)
+    return views
 
 
 def before_write(x: Any) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from hyper_parallel import (
     distribute_tensor,
     parallelize_module,
 )
+from hyper_parallel.core.weak_table import collect_garbage
 from hyper_parallel.testing import spmd
 from hyper_parallel.testing.adapters import get_adapter
 from hyper_parallel.testing.extent import on_ranks
@@ -406,6 +408,31 @@ def test_memory_that_is_not_known(pool: Any, world_size: int) -> None:
 
 
 # ---------------------------------------------------------------------------- costs
+@spmd.on_mesh()
+def drop_views(mesh: Any) -> None:
+    """Check that a view and its base end with the program's last reference, whatever was written."""
+    writes: dict[str, Callable[[Any, Any], Any]] = {
+        "nothing": lambda x, v: None,
+        "view": lambda x, v: v.__setitem__(..., 7.0),
+        "base": lambda x, v: x.__setitem__(..., 7.0),
+    }
+    for name, how in itertools.product(VIEWS, writes):
+        for needs_gradient in (False, True):
+            x = distribute_tensor(get_adapter().tensor(numbers(6, 4)), mesh, [S0])
+            x = get_adapter().leaf(x) * 1.0 if needs_gradient else x
+            v = VIEWS[name](x)
+            writes[how](x, v)
+            left = [ref(x), ref(v)]
+            del x, v
+            collect_garbage()
+            assert [one() for one in left] == [None, None], f"{name}, writing to {how}"
+
+
+@on_ranks(1, 2, 4, gate=(2,))
+def test_dropped_views_leave_nothing(pool: Any, world_size: int) -> None:
+    pool.run(world_size, drop_views)
+
+
 @spmd.on_mesh()
 def count_collectives(mesh: Any) -> None:
     """Check that a write to replicated rows, or to rows that one rank holds, does not communicate."""
