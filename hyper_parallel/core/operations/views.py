@@ -187,8 +187,8 @@ def _all_of(family: Any) -> tuple[ref[Family], ...]:
 def follow(x: Any, results: Any, backs: Any, what: str) -> list[Any]:
     """Return views of ``x`` with the data of ``results``, which are copies, but would be views on a single device.
 
-    Each view is an alias of a result, which the view's source keeps. A source that kept an alias of the view would never
-    end: an alias refers to its tensor where no garbage collector looks.
+    Each view is an alias of a result, which the view's source keeps. A source must not keep an alias of the view: an
+    alias refers to its tensor where no garbage collector looks, so both would stay for ever.
 
     Args:
         x: the base.
